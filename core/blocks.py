@@ -1,0 +1,98 @@
+"""Block keys: 16-byte keyed BLAKE2b over (namespace, parent key, token ids of the block).
+
+128 bits of a keyed cryptographic digest: finding two blocks with one key takes about 2**64 work for someone who holds
+the key and is infeasible for someone who does not, so a hit needs no comparison of token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.core.errors import ConfigError
+from moonpool.core.layout import KVLayout
+
+KEY_BYTES = 16
+HASH_KEY_BYTES = 32
+ROOT = bytes(KEY_BYTES)  # parent of a first block
+
+
+def namespace(layout: KVLayout, *, adapter: str = "", tenant_salt: bytes = b"") -> bytes:
+    """16 bytes that keep apart everything that may not share KV: model and layout, adapter, tenant."""
+    mix = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in (layout.fingerprint.encode(), adapter.encode(), tenant_salt):
+        mix.update(len(part).to_bytes(4, "little") + part)
+    return mix.digest()
+
+
+class BlockHasher:
+    """Chains block keys for one namespace. Cheap to make; holds no state between calls."""
+
+    def __init__(self, hash_key: bytes, namespace: bytes, block_tokens: int) -> None:
+        self._hash_key = hash_key
+        self._namespace = namespace
+        self.block_tokens = block_tokens
+
+    def keys(self, ids: Sequence[int], *, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Keys of all whole blocks of ``ids``; ``known`` are those of its leading blocks, not hashed again."""
+        out = list(known)
+        size = self.block_tokens
+        raw = memoryview(np.asarray(ids, dtype="<i4").tobytes())
+        parent = out[-1] if out else ROOT
+        for i in range(len(out), len(ids) // size):
+            parent = hashlib.blake2b(
+                self._namespace + parent + raw[4 * size * i : 4 * size * (i + 1)],
+                digest_size=KEY_BYTES,
+                key=self._hash_key,
+            ).digest()
+            out.append(parent)
+        return out
+
+
+def key_id(hash_key: bytes) -> str:
+    """A public name of a hash key, compared at registration so that two different keys never meet silently."""
+    return hashlib.blake2b(b"moonpool hash key id" + hash_key, digest_size=8).hexdigest()
+
+
+def load_hash_key(path: Path) -> bytes:
+    """The cluster's hash key from ``path``; the first start makes it (mode 0600). Safe when several start at once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        fd = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "wb") as f:
+            f.write(os.urandom(HASH_KEY_BYTES))
+        try:
+            os.link(fresh, path)  # atomic: the first one wins, the others read it
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+        raw = path.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"key_file: cannot read or make {path}: {e.strerror}; give a writable path", param="key_file") from e
+    if len(raw) != HASH_KEY_BYTES:
+        raise ConfigError(
+            f"key_file: {path} holds {len(raw)} bytes, {HASH_KEY_BYTES} needed; remove it to make a new one", param="key_file"
+        )
+    return raw
+
+
+def blocks_for(tokens: int, block_tokens: int) -> int:
+    """Blocks (or pages) that ``tokens`` tokens occupy, a partly filled last one included."""
+    return -(-tokens // block_tokens)
+
+
+def chunk_end(start: int, total: int, budget: int, block_tokens: int) -> int:
+    """Where a chunk that begins at ``start`` ends: at most ``budget`` tokens, on a block border unless it is the last one.
+
+    A budget below one block is raised to the next border, so a chunk always makes progress.
+    """
+    end = min(start + max(budget, 1), total)
+    if end < total:
+        end = max(end // block_tokens * block_tokens, (start // block_tokens + 1) * block_tokens)
+    return min(end, total)

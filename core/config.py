@@ -1,0 +1,114 @@
+"""Configuration values: frozen, validated in one place, defaults written once.
+
+Loading (TOML file < environment < command line) is ``moonpool.cluster.configure``; this module only says what exists.
+Sizes are bytes, times are milliseconds, unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class _Values(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(_Values):
+    path: str = Field("smollm2", description="bundled model name, Hugging Face id, or a local model directory")
+    name: str = Field("", description="the name clients use; default: the last part of path")
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="weights, activations and KV")
+    max_context: int = Field(0, ge=0, description="tokens of prompt and output together; 0: what the model says")
+
+
+class EngineConfig(_Values):
+    backend: Literal["torch"] = Field("torch", description="attention backend")
+    threads: int = Field(0, ge=0, description="compute threads; 0: one per split worker, all cores in role both")
+    block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
+    pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")
+    page_bytes: int = Field(512 * MIB, ge=MIB, description="device memory for pages per worker, where pages is 0")
+    prefill_chunk: int = Field(512, ge=1, description="tokens computed per prefill step")
+    max_batch: int = Field(32, ge=1, description="sequences in one decode step")
+    growth_reserve: float = Field(0.05, ge=0, lt=1, description="share of pages kept for running sequences to grow")
+    poison: bool = Field(False, description="fill every freed page and slot with NaN (finds reads of dead memory; slow)")
+
+
+class StoreConfig(_Values):
+    pool_bytes: int = Field(0, ge=0, description="DRAM of one store node; 0: half of free memory")
+    region_bytes: int = Field(256 * MIB, ge=MIB, description="one file and one registration each")
+    directory: str = Field("", description="folder on a memory file system for region files; empty: /dev/shm")
+
+
+class TransferConfig(_Values):
+    carrier: Literal["auto", "ucx", "segment", "memory"] = Field("auto", description="how KV bytes travel between processes")
+    ucx_tls: str = Field("tcp", description="UCX_TLS; anything but tcp is refused between node ids on one machine")
+    ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: UCX chooses")
+    throttle_bytes_per_s: float = Field(0.0, ge=0, description="token bucket before each post; 0: none")
+
+
+class TimingConfig(_Values):
+    heartbeat_ms: int = Field(200, ge=10)
+    silent_after_ms: int = Field(1_000, ge=50)
+    kill_after_ms: int = Field(5_000, ge=0, description="the host's agent kills a process silent this long; 0: never")
+    request_budget_ms: int = Field(120_000, ge=1_000, description="all attempts of one request together")
+    max_attempts: int = Field(3, ge=1)
+    queue_limit: int = Field(256, ge=1, description="bound of every request queue")
+    landing_age_ms: int = Field(1_000, ge=1, description="a skipped job gains this much seniority per skip")
+
+
+class GatewayConfig(_Values):
+    host: str = Field("127.0.0.1", description="HTTP bind address")
+    port: int = Field(8000, ge=0, le=65_535)
+    max_body_bytes: int = Field(8 * MIB, ge=1_024)
+    ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of requests that carry none; 0: none")
+    tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target; 0: none")
+
+
+class NodeConfig(_Values):
+    """One node of a local cluster and how many of each role it runs (a store node is always there)."""
+
+    name: str
+    prefill: int = Field(0, ge=0)
+    decode: int = Field(0, ge=0)
+    both: int = Field(0, ge=0)
+    conductor: int = Field(0, ge=0)
+    gateway: int = Field(0, ge=0)
+
+
+class ClusterConfig(_Values):
+    name: str = Field("moonpool", description="names Ray actors, region files and the state folder")
+    nodes: tuple[NodeConfig, ...] = (
+        NodeConfig(name="a", prefill=2),
+        NodeConfig(name="b", decode=1, conductor=1, gateway=1),
+    )
+    launcher: Literal["ray", "process"] = Field("ray", description="who places and restarts the processes")
+    host: str = Field("127.0.0.1", description="address the control ports bind to and announce")
+    registry: str = Field("", description="host:port of the registry; empty: embedded in the launcher")
+    state_dir: str = Field("", description="logs, sockets, pid files; empty: ~/.cache/moonpool/clusters/<name>")
+    key_file: str = Field("", description="the 32-byte hash key; empty: ~/.config/moonpool/hash.key")
+    max_restarts: int = Field(10, ge=0, description="restarts of one process before the launcher gives up on it")
+
+
+class Config(_Values):
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    store: StoreConfig = StoreConfig()
+    transfer: TransferConfig = TransferConfig()
+    timing: TimingConfig = TimingConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+    def state_dir(self, home: Path) -> Path:
+        return Path(self.cluster.state_dir) if self.cluster.state_dir else home / ".cache/moonpool/clusters" / self.cluster.name
+
+    def key_file(self, home: Path) -> Path:
+        return Path(self.cluster.key_file) if self.cluster.key_file else home / ".config/moonpool/hash.key"

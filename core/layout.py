@@ -1,0 +1,79 @@
+"""KV layout: the one byte order of a block in device pages, pool slots, and on the wire.
+
+A block is ``[layer][k|v][kv_head][token][head_dim]``; so a block is contiguous, each *layer slice* is contiguous, and
+for each (k|v, head) the first ``valid`` tokens of a slice are contiguous: a slice with ``valid`` tokens is
+``2 * kv_heads`` pieces of ``valid * head_dim`` elements, or one piece when the block is full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from moonpool.core.errors import ConfigError, LayoutMismatch
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DIGEST_BYTES = 8
+SLOT_ALIGN = 4096  # direct I/O and huge pages want it; a slot never straddles two regions
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    model: str  # model fingerprint, hex: BLAKE2b over config and weight bytes
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int = 64
+    order: str = "canonical"
+    digest: str = "xxh3_64"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block_tokens <= 512:
+            raise ConfigError(f"block_tokens: {self.block_tokens} is out of range; use 16 to 512", param="block_tokens")
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"dtype: {self.dtype!r} is unknown; use one of {sorted(ITEM_BYTES)}", param="dtype")
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one head's K (or V)."""
+        return self.head_dim * ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def slice_bytes(self) -> int:
+        return 2 * self.kv_heads * self.block_tokens * self.row_bytes
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return self.layers * self.slice_bytes
+
+    @cached_property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.row_bytes
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """A pool slot: the block, then a trailer of one digest per layer, rounded up to ``SLOT_ALIGN``."""
+        raw = self.block_bytes + self.layers * DIGEST_BYTES
+        return -(-raw // SLOT_ALIGN) * SLOT_ALIGN
+
+    def pieces(self, valid: int) -> list[tuple[int, int]]:
+        """(offset, length) in bytes, inside a layer slice, of its first ``valid`` tokens."""
+        if valid == self.block_tokens:
+            return [(0, self.slice_bytes)]
+        stride = self.block_tokens * self.row_bytes
+        return [(i * stride, valid * self.row_bytes) for i in range(2 * self.kv_heads)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        text = ";".join(f"{k}={v}" for k, v in sorted(asdict(self).items()))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def require_same(self, other: KVLayout, who: str) -> None:
+        """LayoutMismatch naming every differing field, both values, unless equal."""
+        if self == other:
+            return
+        mine, theirs = asdict(self), asdict(other)
+        diff = ", ".join(f"{k} {mine[k]!r} here, {theirs[k]!r} at {who}" for k in mine if mine[k] != theirs[k])
+        raise LayoutMismatch(f"KV layout differs: {diff}; start both with the same model, dtype and block_tokens")

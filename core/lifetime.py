@@ -1,0 +1,42 @@
+"""The named instants of a request's life. Every latency is the difference of two of them.
+
+Clocks: all instants of one ``Lifetime`` come from one process's monotonic clock, in seconds; nothing subtracts
+instants of two machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Instant(StrEnum):
+    ARRIVED = "arrived"  # first byte of the request at the gateway
+    TOKENISED = "tokenised"
+    PLACED = "placed"
+    ADMITTED = "admitted"  # the decode worker took the attempt
+    QUEUED = "queued"  # at the prefill worker
+    LANDING_GRANTED = "landing_granted"
+    PREFILL_BEGUN = "prefill_begun"
+    PREFIX_LOADED = "prefix_loaded"
+    LAST_LAYER_COMPUTED = "last_layer_computed"
+    FIRST_TOKEN = "first_token"
+    LAST_LAYER_LANDED = "last_layer_landed"
+    RUNNABLE = "runnable"  # every block in device pages: may join the running batch
+    FINISHED = "finished"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class Lifetime:
+    at: dict[Instant, float] = field(default_factory=dict)
+
+    def stamp(self, instant: Instant, now: float) -> None:
+        """The first stamp of an instant stays."""
+        self.at.setdefault(instant, now)
+
+    def between(self, earlier: Instant, later: Instant) -> float | None:
+        """Seconds from ``earlier`` to ``later``; None where either did not happen."""
+        if earlier in self.at and later in self.at:
+            return self.at[later] - self.at[earlier]
+        return None

@@ -1,0 +1,83 @@
+"""Who is in the cluster, and what they say about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.layout import KVLayout
+
+
+class Liveness(StrEnum):
+    LIVE = "live"
+    SILENT = "silent"  # missed heartbeats or a broken stream: may still write; its slots are fenced
+    GONE = "gone"  # proved dead (pidfd), left on its own word, or replaced by a newer incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One life of one process. ``ready`` is false while it loads or drains: it is then given no new work."""
+
+    id: MemberId
+    role: Role
+    node: NodeId
+    incarnation: Incarnation
+    address: str  # gRPC host:port
+    pid: int
+    layout: KVLayout | None = None  # workers and store nodes
+    model: str = ""  # the name users give in requests
+    hash_key_id: str = ""
+    max_context: int = 0
+    max_prompt: int = 0  # tokens this worker can hold at once (prefill: its pages; decode: its pages)
+    ready: bool = True
+    details: dict[str, str] = field(default_factory=dict)  # shown by `status`: carrier, model path, dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MemberChange:
+    member: Member
+    liveness: Liveness
+    proof: str = ""  # why it is silent or gone
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAttempt:
+    """An attempt a worker is busy with: bookings are rebuilt from these."""
+
+    request: str
+    attempt: int
+    prompt_tokens: int
+    remaining_tokens: int  # prefill: tokens still to compute; decode: output tokens still possible
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiming:
+    """Measured: computing ``prompt_tokens - cached_tokens`` tokens took ``seconds``; ``load_seconds`` went into loading."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Measured: one decode step of ``batch`` sequences with ``context_tokens`` in all took ``seconds``."""
+
+    batch: int
+    context_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """Sent to every conductor about four times a second and after each prefill."""
+
+    worker: MemberId
+    incarnation: Incarnation
+    attempts: tuple[LiveAttempt, ...] = ()
+    free_pages: int = 0
+    total_pages: int = 0
+    prefills: tuple[PrefillTiming, ...] = ()
+    steps: tuple[StepTiming, ...] = ()

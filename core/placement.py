@@ -1,0 +1,69 @@
+"""The conductor's answer: a placement (advice) or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from moonpool.core.errors import Reason
+from moonpool.core.ids import Incarnation, MemberId, NodeId
+from moonpool.core.request import Targets
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRef:
+    """Where a worker is: its name, life, node and gRPC address (host:port)."""
+
+    id: MemberId
+    incarnation: Incarnation
+    node: NodeId
+    address: str
+
+
+class Source(StrEnum):
+    REUSE = "reuse"  # in the prefill worker's own device pages
+    FETCH = "fetch"  # from the pool: ``node`` holds it
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks ``[first, first + count)`` of the prompt come from ``source``."""
+
+    first: int
+    count: int
+    source: Source
+    node: NodeId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``prefill == decode`` means a local hand-off (role ``both``). Segments cover the prompt's whole blocks in order."""
+
+    prefill: WorkerRef
+    decode: WorkerRef
+    segments: tuple[Segment, ...] = ()
+    predicted_ttft_ms: float = 0.0
+    predicted_tbt_ms: float = 0.0
+    booking: int = 0  # the conductor's number for what it booked; given back with ``Finished``
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: Reason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequest:
+    """What the gateway asks. ``exclude`` are peers that failed an earlier attempt."""
+
+    request: str
+    attempt: int
+    keys: tuple[bytes, ...]
+    prompt_tokens: int
+    max_tokens: int
+    targets: Targets = field(default_factory=Targets)
+    tenant: str = "default"
+    exclude: tuple[MemberId, ...] = ()

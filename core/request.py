@@ -1,0 +1,109 @@
+"""A request as every room sees it: token ids in, sampling parameters, latency targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from moonpool.core.errors import Failure
+from moonpool.core.ids import RequestId
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence id, a stop id or (gateway) a stop string
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next id is drawn. Validated once, at the gateway.
+
+    ``seed`` is always set (the gateway draws one), because a resumed attempt must draw the same numbers.
+    ``logprobs`` is the number of most likely alternatives reported beside each sampled id; None reports none.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Latency targets in milliseconds; None means the request carries none. A refusal needs a target."""
+
+    ttft_ms: float | None = None
+    tbt_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. ``keys`` are the block keys of the whole blocks of ``prompt`` under ``namespace``."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    namespace: bytes  # 16 bytes: see core.blocks.namespace
+    keys: tuple[bytes, ...]
+    targets: Targets = field(default_factory=Targets)
+    tenant: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a request. Only the gateway mints attempts; every cross-process effect carries (request id, number).
+
+    ``emitted`` are the ids already streamed to the client: they are part of the context, never sampled again.
+    ``deadline_ms`` is what was left of the request's total budget when this message was written.
+    """
+
+    request: Request
+    number: int
+    emitted: tuple[int, ...] = ()
+    deadline_ms: int = 120_000
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return self.request.prompt + self.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One sampled id; ``logprob`` and ``top`` are filled only where the request asked for logprobs."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What one engine step says about one attempt: at most one new id, and how it ended if it did.
+
+    ``position`` counts output ids from 0; the gateway accepts only (current attempt, next position).
+    ``cached_tokens`` is the number of prompt tokens not computed anew; set with position 0 of an attempt.
+    ``error`` ends the attempt.
+    """
+
+    request: RequestId
+    attempt: int
+    position: int
+    sampled: Sampled | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    error: Failure | None = None
