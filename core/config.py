@@ -35,6 +35,7 @@ class EngineConfig(_Values):
     prefill_chunk: int = Field(512, ge=1, description="tokens computed per prefill step")
     max_batch: int = Field(32, ge=1, description="sequences in one decode step")
     growth_reserve: float = Field(0.05, ge=0, lt=1, description="share of pages kept for running sequences to grow")
+    reuse: bool = Field(True, description="reuse prefixes (device pages and pool); false is the cache-off oracle")
     poison: bool = Field(False, description="fill every freed page and slot with NaN (finds reads of dead memory; slow)")
 
 

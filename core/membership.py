@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.layout import KVLayout
@@ -81,3 +83,35 @@ class WorkerReport:
     total_pages: int = 0
     prefills: tuple[PrefillTiming, ...] = ()
     steps: tuple[StepTiming, ...] = ()
+
+
+class Peers(Protocol):
+    """The cluster as one process sees it: kept fresh by its registry session; used on that process's event loop only."""
+
+    def get(self, member: MemberId) -> MemberChange | None:
+        """The newest life of ``member``, whatever its liveness."""
+
+    def live(self, role: Role) -> list[Member]:
+        """Live members of ``role`` (ready or not), ordered by id."""
+
+    def store_of(self, node: NodeId) -> Member | None:
+        """The live store node of ``node``."""
+
+    def subscribe(self, on_change: Callable[[MemberChange], None]) -> Callable[[], None]:
+        """Call ``on_change`` for everybody known, then for every change; returns the way to stop it."""
+
+
+class Service(Protocol):
+    """What the process shell of ``cluster`` needs from every role's service object."""
+
+    def numbers(self) -> dict[str, float]:
+        """Gauges and counters, by stable snake_case name: pages, pins, slots, queues (admin service and /metrics)."""
+
+    def words(self) -> dict[str, str]:
+        """Facts in words: carrier and UCX transport really used, model, layout."""
+
+    def report(self) -> WorkerReport | None:
+        """State and new timings since the last report; None for roles that report nothing."""
+
+    async def close(self) -> None:
+        """Leave in order: end sessions, join threads, free memory. Called once."""

@@ -11,7 +11,6 @@ import dataclasses
 import types
 import typing
 from enum import Enum
-from functools import cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -37,8 +36,17 @@ def _plain(hint: Any) -> Any:
     return hint
 
 
-@cache
+_table: dict[type, tuple[_Field, ...]] = {}  # filled once per dataclass; idempotent, so threads need no lock
+
+
 def _fields(cls: type) -> tuple[_Field, ...]:
+    found = _table.get(cls)
+    if found is None:
+        found = _table[cls] = _read_fields(cls)
+    return found
+
+
+def _read_fields(cls: type) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls)
     out = []
     for f in dataclasses.fields(cls):

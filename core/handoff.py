@@ -1,0 +1,52 @@
+"""What a decode worker and a prefill worker say to one another about one attempt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.core.errors import Failure
+from moonpool.core.ids import NodeId
+from moonpool.core.landing import Landing
+from moonpool.core.membership import PrefillTiming
+from moonpool.core.placement import Segment, WorkerRef
+from moonpool.core.request import Attempt, Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillJob:
+    """``have_blocks`` leading blocks are in the decode worker's device pages already and are not sent."""
+
+    attempt: Attempt
+    segments: tuple[Segment, ...]
+    decode: WorkerRef
+    store_node: NodeId  # whose store node grants the landing: the decode worker's host
+    have_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Prefill has begun; its blocks will arrive in ``landing``."""
+
+    landing: Landing
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The id at position ``len(attempt.emitted)``; with ``ends_request`` nothing joins the decode batch."""
+
+    sampled: Sampled
+    cached_tokens: int
+    ends_request: bool
+    timing: PrefillTiming
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The writer's local completions are in; it writes no more into ``landing``."""
+
+    landing: int
+    bytes_sent: int
+    carrier: str
+
+
+PrefillEvent = Begun | FirstToken | Drained | Failure
