@@ -121,4 +121,4 @@ class Sender(Protocol):
         """As ``Receiver.transport_used``."""
 
     def close(self) -> None:
-        """Fail what is queued, poll what is posted to its end or the stall time, stop. Blocks; afterwards the memory is free."""
+        """Fail what is queued, poll what is posted to its end or the stall time, stop. Blocks; then the memory is free."""
