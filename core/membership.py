@@ -50,17 +50,23 @@ class LiveAttempt:
     request: str
     attempt: int
     prompt_tokens: int
-    remaining_tokens: int  # prefill: tokens still to compute; decode: output tokens still possible
+    remaining_tokens: int  # prefill: tokens still to compute; decode and both: output tokens still possible
+    prompt_left: int = 0  # role both: prompt tokens still to compute
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiming:
-    """Measured: computing ``prompt_tokens - cached_tokens`` tokens took ``seconds``; ``load_seconds`` went into loading."""
+    """Measured: the job held the worker for ``seconds``, from being taken up to its first token, loading included.
+
+    ``prompt_tokens - cached_tokens`` tokens were computed. Of the cached ones ``loaded_tokens`` came from the pool, the
+    others lay in device pages. ``load_seconds`` is the part of ``seconds`` spent waiting for loads.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     seconds: float
     load_seconds: float = 0.0
+    loaded_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,12 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Sent to every conductor about four times a second and after each prefill."""
+    """Sent to every conductor about four times a second and after each prefill.
+
+    ``attempts`` lists everything the worker holds, queued or running. ``free_pages`` counts pages that a new sequence
+    could take: free ones and cached ones nobody uses. ``g1_frames`` are the changes of the device pages since the last
+    report: ``wire.frames`` event batches (or a snapshot) whose holder is the worker.
+    """
 
     worker: MemberId
     incarnation: Incarnation
@@ -83,6 +94,7 @@ class WorkerReport:
     total_pages: int = 0
     prefills: tuple[PrefillTiming, ...] = ()
     steps: tuple[StepTiming, ...] = ()
+    g1_frames: tuple[bytes, ...] = ()
 
 
 class Peers(Protocol):

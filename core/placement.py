@@ -38,7 +38,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``prefill == decode`` means a local hand-off (role ``both``). Segments cover the prompt's whole blocks in order."""
+    """``prefill == decode`` means a local hand-off (role ``both``). Segments cover the prompt's whole blocks in order.
+
+    The last prompt token is computed even where its block is reused or fetched. Predictions are 0 while the conductor
+    has no fitted estimate.
+    """
 
     prefill: WorkerRef
     decode: WorkerRef
@@ -67,3 +71,20 @@ class PlaceRequest:
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
     exclude: tuple[MemberId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What the gateway measured once an attempt ended, however it ended; 0 where something did not happen.
+
+    ``outcome`` is ``ok`` (the attempt ended its request) or the ``Reason`` why it did not.
+    """
+
+    request: str
+    attempt: int
+    booking: int
+    ttft_ms: float = 0.0
+    tbt_ms: float = 0.0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    outcome: str = "ok"

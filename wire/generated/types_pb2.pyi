@@ -655,10 +655,12 @@ class LiveAttempt(message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     REMAINING_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_LEFT_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
     remaining_tokens: builtins.int
+    prompt_left: builtins.int
     def __init__(
         self,
         *,
@@ -666,10 +668,11 @@ class LiveAttempt(message.Message):
         attempt: builtins.int = ...,
         prompt_tokens: builtins.int = ...,
         remaining_tokens: builtins.int = ...,
+        prompt_left: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "prompt_left", b"prompt_left", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,10 +684,12 @@ class PrefillTiming(message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     LOAD_SECONDS_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     cached_tokens: builtins.int
     seconds: builtins.float
     load_seconds: builtins.float
+    loaded_tokens: builtins.int
     def __init__(
         self,
         *,
@@ -692,10 +697,11 @@ class PrefillTiming(message.Message):
         cached_tokens: builtins.int = ...,
         seconds: builtins.float = ...,
         load_seconds: builtins.float = ...,
+        loaded_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "load_seconds", b"load_seconds", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "load_seconds", b"load_seconds", "loaded_tokens", b"loaded_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -733,6 +739,7 @@ class WorkerReport(message.Message):
     TOTAL_PAGES_FIELD_NUMBER: builtins.int
     PREFILLS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
+    G1_FRAMES_FIELD_NUMBER: builtins.int
     worker: builtins.str
     incarnation: builtins.int
     free_pages: builtins.int
@@ -743,6 +750,8 @@ class WorkerReport(message.Message):
     def prefills(self) -> containers.RepeatedCompositeFieldContainer[PrefillTiming]: ...
     @builtins.property
     def steps(self) -> containers.RepeatedCompositeFieldContainer[StepTiming]: ...
+    @builtins.property
+    def g1_frames(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
         *,
@@ -753,9 +762,10 @@ class WorkerReport(message.Message):
         total_pages: builtins.int = ...,
         prefills: abc.Iterable[PrefillTiming] | None = ...,
         steps: abc.Iterable[StepTiming] | None = ...,
+        g1_frames: abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempts", b"attempts", "free_pages", b"free_pages", "incarnation", b"incarnation", "prefills", b"prefills", "steps", b"steps", "total_pages", b"total_pages", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempts", b"attempts", "free_pages", b"free_pages", "g1_frames", b"g1_frames", "incarnation", b"incarnation", "prefills", b"prefills", "steps", b"steps", "total_pages", b"total_pages", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
