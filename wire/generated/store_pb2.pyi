@@ -265,15 +265,19 @@ class LandingRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LANDING_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
     landing: builtins.int
+    wait_ms: builtins.int
+    """LandingState: the answer may wait this long for the landing to be complete, or a slice rejected"""
     def __init__(
         self,
         *,
         landing: builtins.int = ...,
+        wait_ms: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,20 +308,26 @@ class LandingStateReply(message.Message):
     LANDED_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     KNOWN_FIELD_NUMBER: builtins.int
+    REJECTED_FIELD_NUMBER: builtins.int
     generation: builtins.int
     known: builtins.bool
     @builtins.property
     def landed(self) -> containers.RepeatedCompositeFieldContainer[LandedSlice]: ...
+    @builtins.property
+    def rejected(self) -> containers.RepeatedCompositeFieldContainer[LandedSlice]:
+        """arrived with a wrong digest and not yet landed: push them again"""
+
     def __init__(
         self,
         *,
         landed: abc.Iterable[LandedSlice] | None = ...,
         generation: builtins.int = ...,
         known: builtins.bool = ...,
+        rejected: abc.Iterable[LandedSlice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "known", b"known", "landed", b"landed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "known", b"known", "landed", b"landed", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
