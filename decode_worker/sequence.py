@@ -1,0 +1,73 @@
+"""One attempt inside a worker: its tokens, its pages and how far its KV has come. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from moonpool.core.blocks import BlockHasher
+from moonpool.core.request import Attempt
+
+
+class Phase(StrEnum):
+    WAITING = "waiting"  # no pages
+    FILLING = "filling"  # pages taken; a hand-off or a prefix load brings KV into them
+    RUNNING = "running"  # in the batch
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedBlock:
+    """A whole block whose KV is in ``page``. The page is held once more for whoever publishes the block elsewhere."""
+
+    key: bytes
+    page: int
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """``tokens`` are the prompt, the ids of earlier attempts and the ids of this one; the last sampled id has no KV yet.
+
+    ``computed`` tokens have their KV in ``pages``. ``keys`` name the leading whole blocks of ``tokens`` as far as they
+    are known; ``published`` of them have been offered to the device-page index. ``remote``: another worker computes the
+    prompt. ``limit``: tokens at which it ends whatever it wants (context, or all pages there are).
+    """
+
+    attempt: Attempt
+    hasher: BlockHasher
+    limit: int
+    remote: bool
+    order: int = 0
+    tokens: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    published: int = 0
+    in_step: bool = False
+    preempted: int = 0  # times
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.attempt.context)
+        self.keys = self.hasher.keys(self.tokens, known=self.attempt.request.keys)
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.attempt.request.id, self.attempt.number
+
+    @property
+    def outputs(self) -> list[int]:
+        """All output ids so far, those of earlier attempts included: its length is the next position."""
+        return self.tokens[len(self.attempt.request.prompt) :]
+
+    @property
+    def left(self) -> int:
+        """Tokens without KV; 1 for a sequence that decodes."""
+        return len(self.tokens) - self.computed
+
+    def whole_blocks(self, block_tokens: int) -> int:
+        """Blocks whose KV is complete; their keys are made known."""
+        n = self.computed // block_tokens
+        if n > len(self.keys):
+            self.keys = self.hasher.keys(self.tokens[: n * block_tokens], known=self.keys)
+        return n

@@ -1,0 +1,166 @@
+"""Which prompt a prefill worker computes next, and how far each step goes. Pure: ``now`` is an argument.
+
+One job computes at a time. Waiting jobs stand in order of *standing*: their time of arrival, moved back by
+``age_ms`` for every time they were skipped because no landing was granted. A refused job lets the others pass until
+its next try; after ``MAX_SKIPS`` refusals nobody passes it any more, so a big prompt among an endless stream of small
+ones starts as soon as the landings granted before it have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moonpool.core.blocks import chunk_end
+from moonpool.core.errors import Bug, Busy
+
+MAX_SKIPS = 8
+FIRST_RETRY_S = 0.02  # a refused landing is asked for again after this, doubling up to LAST_RETRY_S
+LAST_RETRY_S = 0.32
+
+JobKey = tuple[str, int]  # (request id, attempt)
+
+
+class Stage(StrEnum):
+    WAITING = "waiting"
+    ASKING = "asking"  # its landing is being asked for; nothing is computed
+    COMPUTING = "computing"
+
+
+@dataclass(slots=True)
+class _Entry:
+    total: int  # tokens of prompt and ids already emitted
+    arrived: float
+    order: int
+    stage: Stage = Stage.WAITING
+    skips: int = 0
+    retry_at: float = 0.0
+    done: int = 0  # tokens whose KV exists
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens ``[start, end)``; ``last`` when the next id is sampled from its final token."""
+
+    number: int
+    start: int
+    end: int
+    last: bool
+
+
+class ChunkPlanner:
+    """Bounded queue of jobs and the chunks of the one that computes."""
+
+    def __init__(self, *, queue_limit: int, age_ms: int, chunk_tokens: int, block_tokens: int) -> None:
+        self._queue_limit = queue_limit
+        self._age_s = age_ms / 1000
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = block_tokens
+        self._jobs: dict[JobKey, _Entry] = {}
+        self._current: JobKey | None = None
+        self._order = 0
+        self._chunks = 0
+
+    @property
+    def waiting(self) -> int:
+        return sum(1 for entry in self._jobs.values() if entry.stage is Stage.WAITING)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, key: JobKey, total: int, now: float) -> None:
+        """Queue a job of ``total`` tokens (at least one). Busy when the queue is full."""
+        if key in self._jobs:
+            raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is queued already")
+        if self.waiting >= self._queue_limit:
+            raise Busy(
+                f"{self.waiting} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
+            )
+        self._order += 1
+        self._jobs[key] = _Entry(total, now, self._order)
+
+    def next(self, now: float) -> JobKey | None:
+        """The job whose landing shall be asked for now; None when one is under way, or none may be tried yet."""
+        if self._current is not None:
+            return None
+        for key, entry in self._by_standing():
+            if entry.retry_at <= now:
+                entry.stage = Stage.ASKING
+                self._current = key
+                return key
+            if entry.skips >= MAX_SKIPS:
+                return None  # nobody passes it any more
+        return None
+
+    def next_at(self) -> float | None:
+        """When ``next`` has something to offer at the earliest; None while a job is under way or nobody waits."""
+        if self._current is not None:
+            return None
+        times: list[float] = []
+        for _, entry in self._by_standing():
+            times.append(entry.retry_at)
+            if entry.skips >= MAX_SKIPS:
+                break
+        return min(times, default=None)
+
+    def refused(self, key: JobKey, now: float) -> None:
+        """No landing for ``key`` now: it gains seniority and the next job is taken."""
+        entry = self._entry(key, Stage.ASKING)
+        entry.stage = Stage.WAITING
+        entry.retry_at = now + min(FIRST_RETRY_S * 2**entry.skips, LAST_RETRY_S)
+        entry.skips += 1
+        self._current = None
+
+    def granted(self, key: JobKey, start: int) -> None:
+        """The landing is there: chunks begin at token ``start``, everything before it is reused."""
+        entry = self._entry(key, Stage.ASKING)
+        if not 0 <= start < entry.total:
+            raise Bug(f"chunk planner: {key[0]} attempt {key[1]} starts at {start} of {entry.total} tokens")
+        entry.stage = Stage.COMPUTING
+        entry.done = start
+        self._chunks = 0
+
+    def restart(self, key: JobKey, start: int) -> None:
+        """A part of the reused prefix is lost: compute from ``start`` on."""
+        entry = self._entry(key, Stage.COMPUTING)
+        if not 0 <= start <= entry.done:
+            raise Bug(f"chunk planner: {key[0]} attempt {key[1]} cannot restart at {start}, {entry.done} tokens are done")
+        entry.done = start
+
+    def chunk(self, key: JobKey) -> Chunk:
+        """What to compute next of the running job."""
+        entry = self._entry(key, Stage.COMPUTING)
+        end = chunk_end(entry.done, entry.total, self._chunk_tokens, self._block_tokens)
+        return Chunk(self._chunks, entry.done, end, end == entry.total)
+
+    def computed(self, key: JobKey, chunk: Chunk) -> None:
+        """``chunk`` is in pages."""
+        entry = self._entry(key, Stage.COMPUTING)
+        if (chunk.number, chunk.start) != (self._chunks, entry.done):
+            raise Bug(
+                f"chunk planner: {key[0]} attempt {key[1]} computed {chunk}, expected number {self._chunks} at {entry.done}"
+            )
+        entry.done = chunk.end
+        self._chunks += 1
+
+    def remaining(self, key: JobKey) -> int:
+        """Tokens of ``key`` still to compute; 0 for a job that is not here (any more)."""
+        entry = self._jobs.get(key)
+        return entry.total - entry.done if entry else 0
+
+    def leave(self, key: JobKey) -> None:
+        """Finished, failed or cancelled, in any stage. A second time is a no-op."""
+        self._jobs.pop(key, None)
+        if self._current == key:
+            self._current = None
+
+    def _by_standing(self) -> list[tuple[JobKey, _Entry]]:
+        waiting = [item for item in self._jobs.items() if item[1].stage is Stage.WAITING]
+        waiting.sort(key=lambda item: (item[1].arrived - item[1].skips * self._age_s, item[1].order))
+        return waiting
+
+    def _entry(self, key: JobKey, stage: Stage) -> _Entry:
+        entry = self._jobs.get(key)
+        if entry is None or entry.stage is not stage:
+            raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is {entry.stage if entry else 'not here'}, not {stage}")
+        return entry
