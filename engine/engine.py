@@ -1,0 +1,145 @@
+"""One model with its device pages: flattened batches of prefill chunks and decode steps in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moonpool.core.blocks import blocks_for
+from moonpool.core.config import Config
+from moonpool.core.errors import Bug
+from moonpool.core.layout import KVLayout
+from moonpool.engine import attention
+from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
+from moonpool.engine.models import default_cache, model_fingerprint
+from moonpool.engine.pages import PagePool
+from moonpool.engine.torch_backend import PageTensor, Span, TorchStep
+
+__all__ = ["Engine", "MemoryBudget", "Row", "load_engine", "memory_budget"]
+
+
+@dataclass(slots=True)
+class Row:
+    """``tokens`` of one sequence at positions ``start ..``; all earlier positions are in the pages of ``table`` already."""
+
+    tokens: Sequence[int]
+    start: int
+    table: Sequence[int]  # pages of positions 0 .. start + len(tokens) - 1, in order; more may follow
+    wants_logits: bool  # of the last token
+
+
+class Engine:
+    """Owns the weights and the page tensor. ``forward`` is for one thread at a time; it sets that thread's torch threads."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: KVLayout,
+        *,
+        pages: int,
+        threads: int,
+        max_context: int,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        poison: bool,
+    ) -> None:
+        self.layout = layout
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self.pages = PagePool(pages, self._poison if poison else None)
+        self._model = model
+        self._threads = threads
+        self._memory = PageTensor(layout, pages)
+        self.kv_bytes: NDArray[np.uint8] = (
+            self._memory.tensor[:pages].view(torch.uint8).numpy().reshape(pages, layout.layers, layout.slice_bytes)
+        )
+        if poison:
+            self._poison(range(pages))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[Row],
+        *,
+        before_layer: Callable[[int], None] | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """float32 [rows that want logits, vocabulary], in the order of ``rows``.
+
+        ``before_layer(l)`` runs before layer l touches pages; ``on_layer(l)`` once K/V of layer l of all rows are in
+        pages. What they raise comes out of here; the pages of these rows then hold garbage and nothing else changed.
+        """
+        if torch.get_num_threads() != self._threads:  # a per-thread setting of the OpenMP runtime
+            torch.set_num_threads(self._threads)
+        spans = self._spans(rows)
+        step = TorchStep(self._memory, spans, before_layer, on_layer)
+        ids = torch.tensor([[token for row in rows for token in row.tokens]])
+        positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))[None]
+        wanted = [span.first + span.count - 1 for row, span in zip(rows, spans, strict=True) if row.wants_logits]
+        out = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
+            moonpool_step=step,
+        )
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
+
+    def copy_page(self, source: int, target: int) -> None:
+        """All layers of page ``source`` into ``target``: the private copy of a shared last block."""
+        self._memory.tensor[target].copy_(self._memory.tensor[source])
+
+    def close(self) -> None:
+        """Drop weights and pages. Views of ``kv_bytes`` that others hold keep the page memory alive."""
+        del self._model, self._memory, self.kv_bytes
+
+    def _poison(self, pages: Sequence[int]) -> None:
+        self._memory.tensor[torch.tensor(pages)] = torch.nan
+
+    def _spans(self, rows: Sequence[Row]) -> list[Span]:
+        spans: list[Span] = []
+        first = 0
+        for row in rows:
+            count, end = len(row.tokens), row.start + len(row.tokens)
+            n = blocks_for(end, self.layout.block_tokens)
+            if not count or row.start < 0 or end > self.max_context or len(row.table) < n:
+                raise Bug(
+                    f"row of {count} tokens from {row.start} with {len(row.table)} pages; "
+                    f"needs 1 token or more, {n} pages, and an end within {self.max_context}"
+                )
+            spans.append(Span(first, count, row.start, np.asarray(row.table[:n], dtype=np.int64)))
+            first += count
+        return spans
+
+
+def load_engine(
+    config: Config, model_dir: Path, *, threads: int, pages: int | None = None, cache: Path | None = None
+) -> Engine:
+    """Load ``model_dir``. UnsupportedModel names what the engine refuses; ConfigError: files or memory are missing.
+
+    ``pages`` overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
+    """
+    budget = memory_budget(config, model_dir, pages=pages)
+    budget.require()
+    attention.register()
+    torch.set_num_threads(threads)
+    model, facts = load_model(config, model_dir)
+    fingerprint = model_fingerprint(model_dir, cache or default_cache())
+    layout = KVLayout(fingerprint, facts.layers, facts.kv_heads, facts.head_dim, config.model.dtype, config.engine.block_tokens)
+    return Engine(
+        model,
+        layout,
+        pages=budget.pages,
+        threads=threads,
+        max_context=facts.max_context,
+        vocab_size=facts.vocab_size,
+        eos_ids=facts.eos_ids,
+        poison=config.engine.poison,
+    )

@@ -1,0 +1,241 @@
+"""A model directory becomes a module that computes: files checked, memory counted, weights loaded, the model probed."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
+from moonpool.core.layout import ITEM_BYTES, KVLayout
+from moonpool.engine import attention
+from moonpool.engine.support import Probe, Shape, check_calls, check_config, refuse
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_MAX_HEADER = 100 << 20  # safetensors' own bound
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    eos_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes a worker is about to take, before it takes them."""
+
+    weights: int
+    pages: int  # how many
+    page_bytes: int  # of one
+    available: int
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.pages * self.page_bytes
+
+    def require(self) -> None:
+        """ConfigError with the numbers unless everything fits."""
+        if self.pages < 1:
+            raise ConfigError(
+                f"engine.page_bytes: not one page of {_mib(self.page_bytes)} fits; raise it, or set engine.pages",
+                param="engine.page_bytes",
+            )
+        if self.needed > self.available:
+            raise ConfigError(
+                f"engine.pages: {self.pages} pages of {_mib(self.page_bytes)} and {_mib(self.weights)} of weights need "
+                f"{_mib(self.needed)}, {_mib(self.available)} of memory are available; lower engine.pages or "
+                "engine.page_bytes, or use a smaller model",
+                param="engine.pages",
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"weights {_mib(self.weights)}, {self.pages} pages of {_mib(self.page_bytes)}, "
+            f"together {_mib(self.needed)} of {_mib(self.available)} available"
+        )
+
+
+def _mib(n: int) -> str:
+    return f"{n / (1 << 20):.1f} MiB"
+
+
+def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) -> MemoryBudget:
+    """What loading ``model_dir`` would take. Reads headers only; ConfigError or UnsupportedModel where it cannot work."""
+    model_config = read_config(model_dir)
+    shape = check_config(model_config, context_of(config, model_config))
+    item = ITEM_BYTES[config.model.dtype]
+    layout = KVLayout("", shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
+    count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // layout.block_bytes
+    elements = sum(_elements(file) for file in weight_files(model_dir))
+    return MemoryBudget(elements * item, count, layout.block_bytes, psutil.virtual_memory().available)
+
+
+def read_config(model_dir: Path) -> PreTrainedConfig:
+    file = model_dir / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path: {model_dir} has no config.json; give a Hugging Face model directory", param="model.path"
+        )
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        kind = _model_type(file)
+        raise refuse(f"{file} is not a configuration the library knows (model_type {kind!r}): {e}") from e
+
+
+def _model_type(file: Path) -> object:
+    try:
+        raw = json.loads(file.read_bytes())
+    except ValueError:
+        return None
+    return raw.get("model_type") if isinstance(raw, dict) else None
+
+
+def context_of(config: Config, model_config: PreTrainedConfig) -> int:
+    """The longest sequence to be served, prompt and output together."""
+    longest = getattr(model_config, "max_position_embeddings", None)
+    asked = config.model.max_context
+    if not isinstance(longest, int):
+        if not asked:
+            raise ConfigError(
+                "model.max_context: the model does not say its longest context; set it", param="model.max_context"
+            )
+        return asked
+    if asked > longest:
+        raise ConfigError(
+            f"model.max_context: {asked} is more than the {longest} tokens of the model; use {longest} or less",
+            param="model.max_context",
+        )
+    return asked or longest
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of the checkpoint; ConfigError naming the first that is missing."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        other = sorted(p.name for p in model_dir.glob("*.bin")) or sorted(p.name for p in model_dir.glob("*.gguf"))
+        found = f"only {other[0]}, which is not read" if other else "neither"
+        raise ConfigError(
+            f"model.path: {model_dir} needs model.safetensors or model.safetensors.index.json and has {found}",
+            param="model.path",
+        )
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(f"model.path: {index} is not a safetensors index; fetch it again", param="model.path") from e
+    files = [model_dir / str(name) for name in names]
+    for file in files:
+        if file.parent != model_dir or not file.is_file():
+            raise ConfigError(f"model.path: {file} is named by {index.name} but missing; fetch it again", param="model.path")
+    return files
+
+
+def _elements(file: Path) -> int:
+    """Numbers stored in a safetensors file, from its header."""
+    try:
+        with file.open("rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            if not 2 <= size <= min(_MAX_HEADER, os.fstat(f.fileno()).st_size - 8):
+                raise ValueError("its header length is out of range")
+            header = json.loads(f.read(size))
+        total = 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                total += _product(entry["shape"])
+        return total
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"model.path: {file} is not a readable safetensors file ({e}); fetch it again", param="model.path"
+        ) from e
+
+
+def _product(shape: Sequence[int]) -> int:
+    n = 1
+    for size in shape:
+        n *= size
+    return n
+
+
+def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelFacts]:
+    """The model with our attention function in every layer, probed. Weights and activations in ``config.model.dtype``."""
+    model_config = read_config(model_dir)
+    max_context = context_of(config, model_config)
+    shape = check_config(model_config, max_context)
+    weight_files(model_dir)
+    if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"model.path: {model_dir} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); add it", param="model.path"
+        )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=model_config,
+            dtype=getattr(torch, config.model.dtype),
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, RuntimeError, KeyError, ImportError, OSError) as e:
+        raise refuse(f"{model_dir} does not load as {model_config.model_type!r}: {e}") from e
+    _check_weights(report, model_dir)
+    model.eval()
+    _probe(model, model_config, shape)
+    vocab = int(model.get_output_embeddings().weight.shape[0])
+    return model, ModelFacts(shape.layers, shape.kv_heads, shape.head_dim, vocab, max_context, _eos_ids(model))
+
+
+def _check_weights(report: dict[str, object], model_dir: Path) -> None:
+    missing = sorted(report["missing_keys"])  # type: ignore[call-overload]
+    if missing:
+        raise refuse(f"{model_dir} lacks the tensor {missing[0]!r} ({len(missing)} missing)", "fetch the whole checkpoint")
+    mismatched = sorted(report["mismatched_keys"])  # type: ignore[call-overload]
+    if mismatched:
+        raise refuse(f"{model_dir}: tensor {mismatched[0]!r} has another shape than config.json says")
+    unused = sorted(report["unexpected_keys"])  # type: ignore[call-overload]
+    if unused:
+        log.warning("%s: %d tensors are not used: %s", model_dir, len(unused), ", ".join(unused[:20]))
+
+
+@torch.inference_mode()
+def _probe(model: torch.nn.Module, model_config: PreTrainedConfig, shape: Shape) -> None:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise refuse(f"{model_config.model_type!r} cannot compute the logits of chosen tokens alone (logits_to_keep)")
+    probe = Probe()
+    model(
+        input_ids=torch.zeros((1, 2), dtype=torch.int64),
+        position_ids=torch.arange(2)[None],
+        use_cache=False,
+        logits_to_keep=torch.tensor([1]),
+        moonpool_step=probe,
+    )
+    check_calls(probe, model_config, shape)
+
+
+def _eos_ids(model: torch.nn.Module) -> frozenset[int]:
+    """End-of-sequence ids of generation_config.json and config.json together."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(found)

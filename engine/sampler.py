@@ -1,0 +1,113 @@
+"""How the next id is drawn: a pure function of (params, prompt, outputs, logits), whatever else is in the batch.
+
+Order, as in vLLM: minimum length, repetition penalty (prompt and outputs), frequency and presence penalties (outputs),
+temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011) with the seed as key
+and the output position as counter, and picks by inverse distribution over ids ordered by probability, then id. Reported
+logprobs are of the raw distribution, before any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moonpool.core.errors import Bug
+from moonpool.core.request import FinishReason, Sampled, SamplingParams, TopLogprob
+
+_SEED_MASK = (1 << 128) - 1
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What the draw depends on beside the logits. ``outputs``: all ids so far, so the position is their number."""
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    outputs: Sequence[int]
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplerState], eos_ids: frozenset[int]) -> list[Sampled]:
+    """One id per row of ``logits`` (float32 [rows, vocabulary], not changed). Bug where a row holds NaN."""
+    if not states:
+        return []
+    best, ids = logits.max(dim=-1)
+    if not bool(torch.isfinite(best).all()):
+        raise Bug("logits are not finite: the model read memory that holds no K/V")
+    greedy = ids.tolist()
+    return [_sample_row(logits[i], state, eos_ids, greedy[i]) for i, state in enumerate(states)]
+
+
+def _sample_row(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int], greedy: int) -> Sampled:
+    params = state.params
+    logits = _adjust(raw, state, eos_ids)
+    if params.temperature > 0:
+        token = _draw(logits, params, uniform(params.seed, len(state.outputs)))
+    else:
+        token = greedy if logits is raw else int(logits.argmax())
+    if params.logprobs is None:
+        return Sampled(token)
+    logprobs = torch.log_softmax(raw, dim=-1)
+    values, ids = logprobs.topk(min(params.logprobs, raw.shape[0]))
+    top = tuple(TopLogprob(i, p) for i, p in zip(ids.tolist(), values.tolist(), strict=True))
+    return Sampled(token, float(logprobs[token]), top)
+
+
+def _adjust(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> torch.Tensor:
+    """Logits with minimum length and penalties applied; ``raw`` itself where there are none."""
+    params, outputs = state.params, state.outputs
+    logits = raw
+    if len(outputs) < params.min_tokens:
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
+        if ends:
+            logits = logits.clone()
+            logits[torch.tensor(sorted(e for e in ends if 0 <= e < len(raw)), dtype=torch.int64)] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*state.prompt, *outputs}), dtype=torch.int64)
+        old = logits[seen]
+        logits = logits.clone()
+        logits[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if outputs and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = torch.unique(torch.tensor(outputs, dtype=torch.int64), return_counts=True)
+        logits = logits.clone()
+        logits[ids] -= counts * params.frequency_penalty + params.presence_penalty
+    return logits
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
+    """The id at quantile ``u`` of the tempered, truncated distribution."""
+    scaled = logits.double() / params.temperature
+    if 0 < params.top_k < len(scaled):
+        ids = _largest(scaled, params.top_k)
+        scaled = scaled[ids]
+    else:
+        scaled, ids = scaled.sort(descending=True, stable=True)
+    mass = torch.softmax(scaled, dim=-1).cumsum(0)
+    keep = len(mass)
+    if params.top_p < 1.0:  # the smallest set whose mass reaches top_p, one id at least
+        keep = min(int(torch.searchsorted(mass, params.top_p)) + 1, keep)
+    at = int(torch.searchsorted(mass[:keep], u * float(mass[keep - 1]), right=True))
+    return int(ids[min(at, keep - 1)])
+
+
+def _largest(scaled: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids of the ``k`` largest entries, larger first, smaller id first among equals (topk promises no such order)."""
+    floor = scaled.topk(k).values[-1]
+    ids = (scaled >= floor).nonzero().squeeze(1)
+    return ids[scaled[ids].sort(descending=True, stable=True).indices[:k]]
+
+
+def uniform(seed: int, position: int) -> float:
+    """In [0, 1), 53 bits, a function of its arguments alone."""
+    raw = np.random.Philox(key=seed & _SEED_MASK, counter=position).random_raw()
+    return (int(raw) >> 11) * 2.0**-53
+
+
+def finish_reason(params: SamplingParams, token: int, n_outputs: int, eos_ids: frozenset[int]) -> FinishReason | None:
+    """Whether ``token``, the ``n_outputs``-th output id, ends the request."""
+    ends = token in params.stop_token_ids or (token in eos_ids and not params.ignore_eos)
+    if ends and n_outputs > params.min_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if n_outputs >= params.max_tokens else None

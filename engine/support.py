@@ -1,0 +1,137 @@
+"""What the engine refuses, by name, before a single token is served.
+
+A model that runs but computes something else than its authors meant is the worst outcome, so the list is of what is
+known to be right; anything else is refused. ``check_config`` judges the configuration file, ``Probe`` what the model
+really asks of its attention function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moonpool.core.errors import UnsupportedModel
+from moonpool.engine.attention import AttentionCall
+
+# Rotary kinds whose angles depend on the position alone. The others switch with the length of the sequence, so that
+# K/V of a prefix would depend on what follows it.
+FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+LENGTH_ROPE = frozenset({"dynamic", "longrope"})
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+
+
+def refuse(what: str, fix: str = "use another model") -> UnsupportedModel:
+    return UnsupportedModel(f"model.path: {what}; {fix}", param="model.path")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the configuration file promises about K/V."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def check_config(config: PreTrainedConfig, max_context: int) -> Shape:
+    """UnsupportedModel unless ``config`` is of a decoder-only causal language model with plain paged K/V.
+
+    ``max_context`` is the longest sequence to be served; it decides on rotary kinds that switch with length.
+    """
+    kind = config.model_type
+    named = list(getattr(config, "architectures", None) or [])
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    accepted = (causal,) if isinstance(causal, str) else tuple(causal or ())
+    if config.is_encoder_decoder or not accepted or (named and named[0] not in accepted):
+        raise refuse(f"architecture {(named or [kind])[0]!r} is not a decoder-only causal language model")
+    if getattr(config, "kv_lora_rank", None) is not None or getattr(config, "q_lora_rank", None) is not None:
+        raise refuse(f"{kind!r} uses multi-head latent attention (kv_lora_rank), whose KV this engine does not page")
+    if getattr(config, "quantization_config", None) is not None:
+        raise refuse("the checkpoint is quantized (quantization_config)", "use its unquantized version")
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        raise refuse(f"{kind!r} uses bidirectional attention")
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_KINDS)
+    if odd:
+        raise refuse(f"layer type {odd[0]!r} is not implemented; known are {', '.join(sorted(ATTENTION_KINDS))}")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise refuse(f"{kind!r} shares K/V between layers (num_kv_shared_layers)")
+    _check_rope(config, max_context)
+    return _shape(config)
+
+
+def _shape(config: PreTrainedConfig) -> Shape:
+    counts = []
+    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        value = getattr(config, name, None)
+        if value is None and name == "num_key_value_heads":
+            value = config.num_attention_heads
+        if value is None and name == "head_dim":
+            value = config.hidden_size // config.num_attention_heads
+        if not isinstance(value, int):
+            raise refuse(f"config.json: {name} is {value!r}, one number for all layers is needed")
+        counts.append(value)
+    shape = Shape(*counts)
+    if shape.heads % shape.kv_heads:
+        raise refuse(f"config.json: {shape.heads} attention heads are not a multiple of {shape.kv_heads} K/V heads")
+    return shape
+
+
+def _check_rope(config: PreTrainedConfig, max_context: int) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = parameters and all(isinstance(value, dict) or value is None for value in parameters.values())
+    for rope in parameters.values() if nested else [parameters]:
+        kind = (rope or {}).get("rope_type", "default")
+        if kind in LENGTH_ROPE:
+            original = (rope or {}).get("original_max_position_embeddings") or config.max_position_embeddings
+            if max_context > original:
+                raise refuse(
+                    f"rope type {kind!r} changes all angles beyond {original} tokens, so cached prefixes would be wrong",
+                    f"set model.max_context to {original} or less",
+                )
+        elif kind not in FIXED_ROPE:
+            raise refuse(f"rope type {kind!r} is unknown; known are {', '.join(sorted(FIXED_ROPE | LENGTH_ROPE))}")
+
+
+@dataclass(slots=True)
+class Probe:
+    """A step that attends to nothing and records what each layer asked for."""
+
+    calls: list[tuple[int, AttentionCall]] = field(default_factory=list)
+
+    def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
+        self.calls.append((layer, call))
+        return call.query.transpose(0, 1).clone()
+
+
+def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
+    """UnsupportedModel unless every layer asked once, in order, for attention that the backends implement."""
+    kind = config.model_type
+    layers = [layer for layer, _ in probe.calls]
+    if layers != list(range(shape.layers)):
+        raise refuse(f"{kind!r} calls its attention function for layers {layers}, each of {shape.layers} once is needed")
+    kinds = getattr(config, "layer_types", None) or [None] * shape.layers
+    windows = [call.window for _, call in probe.calls]
+    for (layer, call), layer_kind in zip(probe.calls, kinds, strict=True):
+        want = (shape.kv_heads, shape.head_dim)
+        for tensor in (call.key, call.value):
+            if (tensor.shape[0], tensor.shape[2]) != want:
+                raise refuse(
+                    f"layer {layer} of {kind!r} has K/V of {tensor.shape[0]} heads of {tensor.shape[2]}, "
+                    f"{want[0]} heads of {want[1]} in every layer are needed"
+                )
+        if call.query.shape[0] != shape.heads or call.query.shape[2] != shape.head_dim:
+            raise refuse(f"layer {layer} of {kind!r} has queries of shape {tuple(call.query.shape)}")
+        if not call.causal:
+            raise refuse(f"layer {layer} of {kind!r} is not causal")
+        if call.extra:
+            raise refuse(
+                f"layer {layer} of {kind!r} asks its attention function for {call.extra[0]!r}, which is not implemented"
+            )
+        if layer_kind == "sliding_attention" and call.window is None:
+            raise refuse(f"layer {layer} of {kind!r} is a sliding window layer but does not say its window")
+    if getattr(config, "sliding_window", None) and kinds[0] is None and not any(windows):
+        raise refuse(f"{kind!r} has sliding_window {config.sliding_window} but no layer uses it")
