@@ -158,6 +158,7 @@ class GrantRequest(message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
     TAIL_VALID_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     writer: builtins.str
@@ -169,6 +170,8 @@ class GrantRequest(message.Message):
     first_block: builtins.int
     tail_valid: builtins.int
     """tokens of an unfinished last block, 0: none"""
+    parent: builtins.bytes
+    """key of block `first_block` - 1; without it (and first_block > 0) nothing of the landing gets findable"""
     @builtins.property
     def layout(self) -> types_pb2.KVLayout: ...
     @builtins.property
@@ -188,10 +191,11 @@ class GrantRequest(message.Message):
         keys: abc.Iterable[builtins.bytes] | None = ...,
         first_block: builtins.int = ...,
         tail_valid: builtins.int = ...,
+        parent: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "first_block", b"first_block", "keys", b"keys", "layout", b"layout", "reader", b"reader", "reader_incarnation", b"reader_incarnation", "request", b"request", "tail_valid", b"tail_valid", "writer", b"writer", "writer_incarnation", b"writer_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "first_block", b"first_block", "keys", b"keys", "layout", b"layout", "parent", b"parent", "reader", b"reader", "reader_incarnation", b"reader_incarnation", "request", b"request", "tail_valid", b"tail_valid", "writer", b"writer", "writer_incarnation", b"writer_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -338,9 +342,12 @@ class KeysRequest(message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
     session: builtins.int
     layout: builtins.str
     """fingerprint"""
+    parent: builtins.bytes
+    """Reserve: key of the block before the first; empty: keys[0] begins its sequence"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -349,10 +356,11 @@ class KeysRequest(message.Message):
         session: builtins.int = ...,
         keys: abc.Iterable[builtins.bytes] | None = ...,
         layout: builtins.str = ...,
+        parent: builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -445,7 +453,7 @@ class Reservation(message.Message):
     ID_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     state: builtins.str
-    """new, sealed, in_flight, full"""
+    """new, sealed, in_flight, full, no_parent (would not be findable: its parent is not here)"""
     id: builtins.int
     @builtins.property
     def slot(self) -> types_pb2.SlotRef:
