@@ -23,7 +23,10 @@ class MemberBeat(message.Message):
 
     MEMBER_FIELD_NUMBER: builtins.int
     INCARNATION_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
     incarnation: builtins.int
+    leaving: builtins.bool
+    """the last message of a member that leaves in order; a stream that ends without it broke"""
     @builtins.property
     def member(self) -> types_pb2.Member:
         """in the first message and when something changed"""
@@ -33,10 +36,11 @@ class MemberBeat(message.Message):
         *,
         member: types_pb2.Member | None = ...,
         incarnation: builtins.int = ...,
+        leaving: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "member", b"member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "leaving", b"leaving", "member", b"member"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

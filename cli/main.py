@@ -1,0 +1,53 @@
+"""``moonpool VERB``. Verbs import what is heavy inside themselves, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from moonpool.cli import model, run_role, up
+from moonpool.core.errors import MoonpoolError
+
+
+@dataclass(slots=True)
+class _Choices:
+    debug: bool = False
+
+
+def build(choices: _Choices) -> typer.Typer:
+    app = typer.Typer(
+        name="moonpool",
+        help="A prefill/decode-disaggregated LLM serving cluster with one pooled KV store.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        add_completion=False,
+    )
+
+    @app.callback()
+    def root(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False) -> None:
+        choices.debug = debug
+
+    app.command("up")(up.up)
+    app.command("run")(run_role.run)
+    app.add_typer(model.model, name="model")
+    return app
+
+
+def run() -> None:
+    """The console script. Errors we raise on purpose are one line and exit code 2."""
+    choices = _Choices()
+    try:
+        build(choices)()
+    except MoonpoolError as e:
+        if choices.debug:
+            raise
+        print(f"moonpool: {e.message}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()

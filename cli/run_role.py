@@ -1,0 +1,108 @@
+"""``moonpool run ROLE``: one process of a cluster in the foreground, without a launcher."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.cli.options import ConfigFile, Settings, read_config, say
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from moonpool.cluster.spec import RoleSpec
+    from moonpool.core.config import Config
+
+Role = Annotated[
+    str,
+    typer.Argument(metavar="ROLE", help="store, prefill, decode, both, conductor, gateway, or registry.", show_default=False),
+]
+
+
+def run(
+    role: Role = "",
+    member: Annotated[str, typer.Option("--id", help="Member id, stable over restarts; default: ROLE-0, store-NODE.")] = "",
+    node: Annotated[str, typer.Option("--node", help="Node id: one per host; names the host's store node.")] = "a",
+    registry: Annotated[
+        str, typer.Option("--registry", help="host:port of the registry (or where ROLE registry listens).")
+    ] = "",
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    spec_file: Annotated[Path | None, typer.Option("--spec", hidden=True)] = None,
+) -> None:
+    """Run one role in the foreground until SIGTERM or Ctrl-C."""
+    import asyncio
+
+    from moonpool.cluster.process import run_role
+    from moonpool.cluster.roles import make
+
+    if spec_file is not None:  # from a launcher: its words are read there, and its death ends this process
+        spec = _read_spec(spec_file)
+        sys.exit(asyncio.run(run_role(spec, make, lambda line: print(line, flush=True), lifeline=sys.stdin.fileno())))
+    config, _ = read_config(config_file, settings, {"cluster.registry": registry or None})
+    if role == "registry":
+        sys.exit(asyncio.run(_run_registry(config)))
+    spec = _spec(role, member, node, config)
+    sys.exit(asyncio.run(run_role(spec, make, lambda line: say(f"{spec.member}: {line}"))))
+
+
+def _read_spec(file: Path) -> RoleSpec:
+    from moonpool.cluster.spec import RoleSpec
+    from moonpool.core.errors import ConfigError
+
+    try:
+        return RoleSpec.from_json(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"--spec: cannot read {file}: {e.strerror}", param="--spec") from e
+
+
+def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
+    from moonpool.cluster.models import local_model
+    from moonpool.cluster.spec import RoleSpec
+    from moonpool.core.errors import ConfigError
+    from moonpool.core.ids import MemberId, NodeId, Role, checked_name
+
+    names = [r.value for r in Role]
+    if role not in names:
+        raise ConfigError(f"ROLE: {role!r} is unknown; use one of {', '.join(names)}, registry", param="ROLE")
+    if not config.cluster.registry:
+        raise ConfigError(
+            "--registry: missing; give host:port of a running registry (`moonpool run registry`)", param="registry"
+        )
+    name = member or (f"store-{node}" if role == "store" else f"{role}-0")
+    return RoleSpec(
+        MemberId(checked_name(name, "--id")),
+        Role(role),
+        NodeId(checked_name(node, "--node")),
+        config,
+        config.cluster.registry,
+        local_model(config.model.path, say),
+    )
+
+
+async def _run_registry(config: Config) -> int:
+    import asyncio
+    import signal
+
+    from moonpool.cluster.registry import Registry
+    from moonpool.core.errors import ConfigError
+
+    host, _, port = config.cluster.registry.rpartition(":")
+    if config.cluster.registry and not port.isdigit():
+        raise ConfigError(f"--registry: {config.cluster.registry!r} is not host:port", param="registry")
+    registry = Registry(config.timing)
+    say(f"registry: listening at {await registry.start(host or config.cluster.host, int(port or 0))}")
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _end, ended, number)
+    code = await ended
+    await registry.close()
+    return code
+
+
+def _end(ended: asyncio.Future[int], number: int) -> None:
+    if not ended.done():
+        ended.set_result(128 + number)

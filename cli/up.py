@@ -1,0 +1,130 @@
+"""``moonpool up``: a whole local cluster in the foreground, or detached."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.cli.options import ClusterName, ConfigFile, Settings, read_config, say
+
+if TYPE_CHECKING:
+    from moonpool.cluster.launch.state import StateDir
+    from moonpool.cluster.launch.supervisor import MakeLauncher
+    from moonpool.core.config import Config
+    from moonpool.core.membership import Member
+
+LAPTOP = '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]'
+
+
+def up(
+    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process (cluster.launcher).")] = None,
+    role: Annotated[str, typer.Option("--role", help="`both`: one node whose one worker does prefill and decode.")] = "",
+    model: Annotated[str | None, typer.Option("--model", help="Model name, Hugging Face id or directory (model.path).")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="HTTP bind address (gateway.host).")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="HTTP port (gateway.port).")] = None,
+    name: ClusterName = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `moonpool down` stops it.")] = False,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Start a cluster on this machine and keep it until Ctrl-C (or, with --detach, until `moonpool down`)."""
+    import asyncio
+
+    from moonpool.cluster.launch.state import StateDir
+    from moonpool.cluster.launch.supervisor import require_free_port
+
+    chosen = {
+        "cluster.launcher": launcher,
+        "cluster.nodes": _nodes(role),
+        "model.path": model,
+        "gateway.host": host,
+        "gateway.port": None if port is None else str(port),
+        "cluster.name": name,
+    }
+    config, _ = read_config(config_file, settings, chosen)
+    state = StateDir(_state_path(config))
+    _require_not_running(state, config)
+    require_free_port(config)
+    if detach:
+        from moonpool.cli.detach import start_detached
+
+        sys.exit(start_detached(state, sys.argv))
+    sys.exit(asyncio.run(_foreground(config, state)))
+
+
+def _nodes(role: str) -> str | None:
+    from moonpool.core.errors import ConfigError
+
+    if role not in ("", "both"):
+        raise ConfigError(f"--role: {role!r} is unknown; use both, or set cluster.nodes for another layout", param="--role")
+    return LAPTOP if role == "both" else None
+
+
+def _state_path(config: Config) -> Path:
+    return Path(config.cluster.state_dir)
+
+
+def _require_not_running(state: StateDir, config: Config) -> None:
+    from moonpool.core.errors import ConfigError
+
+    running = state.read()
+    if running is not None:
+        raise ConfigError(
+            f"cluster.name: {config.cluster.name!r} is running already (process {running.supervisor.pid}); "
+            "stop it with `moonpool down` or give another --name",
+            param="cluster.name",
+        )
+    left = state.end_leftovers()
+    if left:
+        say(f"ended what an earlier cluster left: {', '.join(left)}")
+    state.clear()
+
+
+async def _foreground(config: Config, state: StateDir) -> int:
+    import asyncio
+    import signal
+
+    from moonpool.cluster.launch.supervisor import Supervisor
+    from moonpool.cluster.models import local_model
+
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    model_dir = await asyncio.to_thread(local_model, config.model.path, say)
+    supervisor = Supervisor(config, state, _make_launcher(config, state), say)
+    starting = asyncio.create_task(supervisor.start(model_dir))
+    waiting = asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            _announce(config, supervisor.url, await starting)
+            await waiting
+    finally:
+        for task in (starting, waiting):
+            task.cancel()
+        await asyncio.gather(starting, waiting, return_exceptions=True)
+        await supervisor.stop()
+    return 0
+
+
+def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:
+    if config.cluster.launcher == "process":
+        from moonpool.cluster.launch.process_launcher import ProcessLauncher
+
+        return lambda failed: ProcessLauncher(state, say, failed, max_restarts=config.cluster.max_restarts)
+    from moonpool.cluster.launch.ray_launcher import RayLauncher
+
+    return lambda failed: RayLauncher(config, state, say, failed)
+
+
+def _announce(config: Config, url: str, members: list[Member]) -> None:
+    say("")
+    for member in members:
+        if "memory" in member.details:
+            say(f"  {member.id:<12} {member.details['memory']}")
+    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
+    say(f"\nserving {config.model_name} at {url}  (Ctrl-C stops it)\n")
+    say(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")

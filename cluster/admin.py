@@ -1,0 +1,69 @@
+"""The admin service that every process answers, beside gRPC health: gauges, dropping cached pages, stopping."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import grpc
+
+from moonpool.core.membership import Member, Service
+from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
+
+
+@runtime_checkable
+class DevicePages(Protocol):
+    """A service that holds device pages."""
+
+    async def clear_device_pages(self) -> int:
+        """Drops cached pages that nobody uses; returns how many."""
+
+
+class Admin(pb.admin_rpc.AdminServicer):
+    """``service`` is None while the process loads."""
+
+    def __init__(self, member: Callable[[], Member], service: Callable[[], Service | None], stop: Callable[[], None]) -> None:
+        self._member, self._service, self._stop = member, service, stop
+
+    async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
+        service = self._service()
+        stats = pb.admin.AdminStats()
+        to_wire(self._member(), stats.member)
+        stats.numbers.update(process_numbers())
+        if service is not None:
+            stats.numbers.update(service.numbers())
+            stats.words.update(service.words())
+        return stats
+
+    async def ClearDevicePages(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
+        service: object = self._service()
+        if isinstance(service, DevicePages):
+            await service.clear_device_pages()
+        return await self.Stats(request, context)
+
+    async def Stop(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
+        self._stop()
+        return pb.types.Empty()
+
+
+def process_numbers() -> dict[str, float]:
+    """Threads, file descriptors, sockets and resident bytes of this process."""
+    handles = sockets = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sockets += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+            handles += 1
+        except OSError:  # closed meanwhile
+            continue
+    with open("/proc/self/statm", encoding="ascii") as f:
+        pages = int(f.read().split()[1])
+    return {
+        "process_threads": float(len(os.listdir("/proc/self/task"))),
+        "process_python_threads": float(threading.active_count()),
+        "process_handles": float(handles),
+        "process_sockets": float(sockets),
+        "process_resident_bytes": float(pages * os.sysconf("SC_PAGE_SIZE")),
+    }

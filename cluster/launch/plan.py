@@ -1,0 +1,40 @@
+"""From a configuration to the processes of a local cluster, in start-up order. Pure: both launchers share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moonpool.cluster.spec import RoleSpec
+from moonpool.core.config import Config
+from moonpool.core.ids import MemberId, NodeId, Role
+
+# A stage starts once every process of the one before has joined: workers need their host's store node.
+STAGES: tuple[tuple[Role, ...], ...] = (
+    (Role.STORE,),
+    (Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR, Role.GATEWAY),
+)
+
+
+def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:
+    """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0."""
+    counts: dict[Role, int] = {}
+    stages: list[list[RoleSpec]] = []
+    for roles in STAGES:
+        stage = []
+        for role in roles:
+            for node in config.cluster.nodes:
+                for _ in range(1 if role is Role.STORE else getattr(node, role.value)):
+                    number = counts.get(role, 0)
+                    counts[role] = number + 1
+                    name = f"store-{node.name}" if role is Role.STORE else f"{role.value}-{number}"
+                    own = _own_port(config, number) if role is Role.GATEWAY else config
+                    stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, model_dir))
+        stages.append(stage)
+    return stages
+
+
+def _own_port(config: Config, number: int) -> Config:
+    """Gateways after the first take the ports above it; port 0 lets the system choose for each."""
+    if not number or not config.gateway.port:
+        return config
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": config.gateway.port + number})})

@@ -1,0 +1,133 @@
+"""Starts roles as plain child processes and starts them again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moonpool.cluster.launch.state import StateDir
+from moonpool.cluster.process import EXIT_BAD_START, EXIT_STOPPED, Say
+from moonpool.cluster.spec import RoleSpec
+from moonpool.core.ids import MemberId
+
+BACKOFF_S = (0.2, 5.0)
+STABLE_S = 30.0  # a life this long starts the back-off anew
+STOP_S = 12.0
+READY = "ready at "  # a life that said so once is worth another one
+
+Command = Callable[[Path], Sequence[str]]
+
+
+def run_command(spec_file: Path) -> Sequence[str]:
+    return (sys.executable, "-m", "moonpool.cli.main", "run", "--spec", str(spec_file))
+
+
+class ProcessLauncher:
+    """``say`` takes progress lines; ``failed(member, why)`` is called once when a member is given up.
+
+    Every child holds the reading end of a pipe as its standard input: it stops in order when the launcher dies.
+    """
+
+    def __init__(
+        self,
+        state: StateDir,
+        say: Say,
+        failed: Callable[[MemberId, str], None],
+        *,
+        max_restarts: int,
+        command: Command = run_command,
+    ) -> None:
+        self._state, self._say, self._failed = state, say, failed
+        self._max_restarts, self._command = max_restarts, command
+        self._children: dict[MemberId, Process] = {}
+        self._keepers: dict[MemberId, asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+
+    async def start(self, spec: RoleSpec) -> None:
+        file = self._state.path / "specs" / f"{spec.member}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(spec.to_json(), encoding="utf-8")
+        self._keepers[spec.member] = asyncio.create_task(self._keep(spec, file), name=f"keep-{spec.member}")
+
+    async def stop(self) -> None:
+        """Stops everybody, last started first, together; kills who does not listen."""
+        self._stopping.set()
+        for child in reversed(self._children.values()):
+            _signal(child, signal.SIGTERM)
+        waits = [asyncio.create_task(c.wait()) for c in self._children.values() if c.returncode is None]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for member, child in self._children.items():
+            if child.returncode is None:
+                self._say(f"[{member}] does not stop; killed")
+                _signal(child, signal.SIGKILL)
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), *waits, return_exceptions=True)
+
+    async def _keep(self, spec: RoleSpec, file: Path) -> None:
+        delay, restarts = BACKOFF_S[0], 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code, last, was_ready = await self._live(spec, file)
+            if self._stopping.is_set() or code == EXIT_STOPPED:
+                return
+            if code == EXIT_BAD_START and not was_ready:
+                self._failed(spec.member, last or "it ended without a word")
+                return
+            if restarts >= self._max_restarts:
+                self._failed(spec.member, f"ended {restarts + 1} times (exit code {code}: {last}); no further restart")
+                return
+            restarts += 1
+            if time.monotonic() - began > STABLE_S:
+                delay = BACKOFF_S[0]
+            self._say(f"[{spec.member}] ended with {_code_name(code)}; restart {restarts} in {delay:.1f} s")
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, BACKOFF_S[1])
+
+    async def _live(self, spec: RoleSpec, file: Path) -> tuple[int, str, bool]:
+        """One life: (exit code, its last line, whether it was ever ready)."""
+        lifeline, held = os.pipe()
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._command(file),
+                stdin=lifeline,
+                stdout=PIPE,
+                stderr=STDOUT,
+                env={**os.environ, **_unset(spec.environment()), "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # Ctrl-C is for the supervisor, which stops everybody in order
+            )
+            os.close(lifeline)
+            self._children[spec.member] = child
+            self._state.record(spec.member, child.pid)
+            last, was_ready = "", False
+            assert child.stdout is not None
+            async for raw in child.stdout:
+                last = raw.decode(errors="replace").rstrip() or last
+                was_ready = was_ready or last.startswith(READY)
+                self._say(f"[{spec.member}] {last}")
+            return await child.wait(), last, was_ready
+        finally:
+            os.close(held)
+
+
+def _unset(wanted: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _signal(child: Process, number: int) -> None:
+    if child.returncode is None:
+        try:
+            child.send_signal(number)
+        except ProcessLookupError:
+            pass
+
+
+def _code_name(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -1,0 +1,116 @@
+"""What a running cluster leaves in its state folder, so that ``status``, ``down`` and the next ``up`` find it.
+
+A process is named by (pid, start time): a number alone may belong to somebody else by now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from moonpool.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    pid: int
+    started: float  # seconds since the epoch, as the system says
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessRecord:
+        return cls(pid, psutil.Process(pid).create_time())
+
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            return bool(process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    def signal(self, number: int) -> None:
+        if self.alive():
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """``phase`` is starting or ready; ``url`` is known once ready. ``scratch`` is a folder to remove with the cluster."""
+
+    supervisor: ProcessRecord
+    name: str
+    launcher: str
+    registry: str
+    phase: str = "starting"
+    url: str = ""
+    scratch: str = ""
+
+
+class StateDir:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            (path / "pids").mkdir(parents=True, exist_ok=True)
+            (path / "logs").mkdir(exist_ok=True)
+        except OSError as e:
+            raise ConfigError(f"cluster.state_dir: cannot write {path}: {e.strerror}; give a writable folder") from e
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "cluster.json"
+
+    def read(self) -> ClusterState | None:
+        """The running cluster, or None; what a dead supervisor left is not believed."""
+        try:
+            raw = json.loads(self._state_file.read_text(encoding="utf-8"))
+            state = ClusterState(**{**raw, "supervisor": ProcessRecord(**raw["supervisor"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return state if state.supervisor.alive() else None
+
+    def write(self, state: ClusterState) -> None:
+        fresh = self._state_file.with_suffix(".new")
+        fresh.write_text(json.dumps(asdict(state)), encoding="utf-8")
+        fresh.replace(self._state_file)
+
+    def clear(self) -> None:
+        self._state_file.unlink(missing_ok=True)
+        for record in (self.path / "pids").glob("*.json"):
+            record.unlink(missing_ok=True)
+
+    def record(self, name: str, pid: int) -> None:
+        """Remembers a process of this cluster under ``name``, over the launcher's own death."""
+        text = json.dumps(asdict(ProcessRecord.of(pid)))
+        (self.path / "pids" / f"{name}.json").write_text(text, encoding="utf-8")
+
+    def recorded(self) -> dict[str, ProcessRecord]:
+        """Recorded processes that still live."""
+        found = {}
+        for path in sorted((self.path / "pids").glob("*.json")):
+            try:
+                record = ProcessRecord(**json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue
+            if record.alive():
+                found[path.stem] = record
+        return found
+
+    def end_leftovers(self, patience_s: float = 3.0) -> list[str]:
+        """Ends recorded processes that still live, kindly and then not; returns their names. Blocks."""
+        left = self.recorded()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for record in left.values():
+                record.signal(signal.SIGCONT)
+                record.signal(number)
+            until = time.monotonic() + patience_s
+            while any(r.alive() for r in left.values()) and time.monotonic() < until:
+                time.sleep(0.05)
+        return sorted(left)

@@ -1,0 +1,41 @@
+"""The model directory of this cluster, fetched once before any process starts, and its KV layout."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
+from moonpool.core.layout import KVLayout
+
+
+def local_model(path: str, progress: Callable[[str], None]) -> Path:
+    """The directory that ``model.path`` names; fetched into the user's cache where needed. ConfigError where it cannot be.
+
+    Fetching runs in a child process: it needs torch, which a supervisor does not carry.
+    """
+    for found in (Path(path).expanduser(), Path.home() / ".cache/moonpool/models" / path):
+        if (found / "config.json").is_file():
+            return found.absolute()
+    progress(f"model {path}: looking for it")
+    fetch = subprocess.run(
+        (sys.executable, "-m", "moonpool.cli.main", "model", "fetch", path), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if fetch.returncode:
+        raise ConfigError(f"model.path: {path!r} is not to be had (said above); give a model directory", param="model.path")
+    return Path(fetch.stdout.strip().splitlines()[-1])
+
+
+def kv_layout(config: Config, model_dir: Path) -> KVLayout:
+    """What every engine that loads ``model_dir`` will have, without loading it."""
+    from moonpool.engine.loading import context_of, read_config
+    from moonpool.engine.models import default_cache, model_fingerprint
+    from moonpool.engine.support import check_config
+
+    found = read_config(model_dir)
+    shape = check_config(found, context_of(config, found))
+    fingerprint = model_fingerprint(model_dir, default_cache())
+    return KVLayout(fingerprint, shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)

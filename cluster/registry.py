@@ -1,0 +1,174 @@
+"""The embedded registry: membership over gRPC, living in the launcher's supervisor (or alone: ``moonpool run registry``).
+
+State is soft: a registry that comes back empty is filled again by the members' own sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from moonpool.cluster.roster import Fenced, Roster
+from moonpool.core.config import TimingConfig
+from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
+from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.membership import Member, MemberChange
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
+
+WATCH_QUEUE = 1024  # a watcher further behind than this is cut off; it comes back and begins with everybody known
+
+
+class Registry(pb.registry_rpc.RegistryServicer):
+    """Runs on one event loop. ``roster`` may be read there; changes go through the methods of this class."""
+
+    def __init__(self, timing: TimingConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sweep_s = timing.heartbeat_ms / 1000 / 2
+        self.roster = Roster(timing.silent_after_ms / 1000)
+        self._watchers: set[asyncio.Queue[MemberChange | None]] = set()
+        self._sessions: dict[MemberId, asyncio.Queue[str]] = {}  # where to say `fenced`
+        self._server: grpc.aio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self.address = ""
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Serves on ``host``; returns the address. ConfigError when the port is taken."""
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        pb.registry_rpc.add_RegistryServicer_to_server(self, server)
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as e:
+            raise ConfigError(
+                f"cluster.registry: cannot listen on {host}:{port}; stop what uses it or choose another",
+                param="cluster.registry",
+            ) from e
+        await server.start()
+        self._server, self.address = server, f"{host}:{bound}"
+        self._sweeper = asyncio.create_task(self._sweep(), name="registry-sweep")
+        return self.address
+
+    async def close(self) -> None:
+        if self._sweeper:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        for watcher in self._watchers:
+            _offer(watcher, None)
+        if self._server:
+            await self._server.stop(grace=0.2)
+
+    def subscribe(self) -> asyncio.Queue[MemberChange | None]:
+        """Everybody known, then changes; None: cut off (too far behind, or the registry ends). End with ``unsubscribe``."""
+        queue: asyncio.Queue[MemberChange | None] = asyncio.Queue(WATCH_QUEUE)
+        for change in self.roster.snapshot():
+            queue.put_nowait(change)
+        self._watchers.add(queue)
+        return queue
+
+    def unsubscribe(self, queue: asyncio.Queue[MemberChange | None]) -> None:
+        self._watchers.discard(queue)
+
+    def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+        self._tell(self.roster.gone(member, incarnation, proof))
+
+    # gRPC
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.registry.MemberBeat], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.registry.RegistryMessage]:
+        """One member's session. It ends in order after a beat that says `leaving`; otherwise it broke."""
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("member"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Join: the first message must carry `member`")
+            return
+        try:
+            member = self._join(first)
+        except Fenced as e:
+            yield pb.registry.RegistryMessage(fenced=str(e))
+            return
+        except MoonpoolError as e:
+            await context.abort(grpc.StatusCode[e.grpc_status], e.message)
+            return
+        fences: asyncio.Queue[str] = asyncio.Queue(1)
+        self._fence_older(member.id, f"{member.id}: a newer life ({member.incarnation}) took the name")
+        self._sessions[member.id] = fences
+        reader = asyncio.create_task(self._read(member, request_iterator, fences))
+        try:
+            yield pb.registry.RegistryMessage(welcome=pb.types.Empty())
+            word = await fences.get()
+            if word:
+                yield pb.registry.RegistryMessage(fenced=word)
+        finally:
+            reader.cancel()
+            if self._sessions.get(member.id) is fences:
+                del self._sessions[member.id]
+                self._tell(self.roster.broken(member.id, member.incarnation))  # says nothing when it left in order
+
+    def _join(self, beat: pb.registry.MemberBeat) -> Member:
+        member = from_wire(beat.member, Member)
+        self._tell(self.roster.join(member, self._clock()))
+        return member
+
+    async def _read(self, member: Member, beats: AsyncIterator[pb.registry.MemberBeat], fences: asyncio.Queue[str]) -> None:
+        """Heartbeats until the member leaves, is fenced, or its stream breaks; the last word wakes the session."""
+        word = ""
+        try:
+            async for beat in beats:
+                if beat.leaving:
+                    self._tell(self.roster.gone(member.id, member.incarnation, "left"))
+                elif beat.HasField("member"):
+                    self._join(beat)
+                else:
+                    self.roster.beat(member.id, member.incarnation, self._clock())
+        except (Fenced, LayoutMismatch) as e:
+            word = str(e)
+        finally:
+            _say(fences, word)  # a stream that broke ends like one that was closed: only `leaving` tells
+
+    async def Watch(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.types.MemberChange]:
+        queue = self.subscribe()
+        try:
+            while (change := await queue.get()) is not None:
+                yield to_wire(change, pb.types.MemberChange())
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "watch: cut off; watch again")
+        finally:
+            self.unsubscribe(queue)
+
+    async def ReportGone(self, request: pb.registry.GoneReport, context: grpc.aio.ServicerContext) -> pb.types.Empty:
+        self.report_gone(MemberId(request.member), Incarnation(request.incarnation), request.proof)
+        return pb.types.Empty()
+
+    # changes
+
+    def _fence_older(self, member: MemberId, word: str) -> None:
+        older = self._sessions.get(member)
+        if older is not None:
+            _say(older, word)
+
+    def _tell(self, changes: list[MemberChange]) -> None:
+        for change in changes:
+            for watcher in list(self._watchers):
+                _offer(watcher, change)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._sweep_s)
+            self._tell(self.roster.sweep(self._clock()))
+
+
+def _say(fences: asyncio.Queue[str], word: str) -> None:
+    if fences.empty():
+        fences.put_nowait(word)
+
+
+def _offer(queue: asyncio.Queue[MemberChange | None], change: MemberChange | None) -> None:
+    """Never waits: one who does not read is cut off (its newest entries give way to None) and has to watch again."""
+    if change is None or queue.qsize() >= queue.maxsize - 1:
+        while queue.qsize() >= queue.maxsize:
+            queue.get_nowait()
+        queue.put_nowait(None)
+    else:
+        queue.put_nowait(change)

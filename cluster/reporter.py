@@ -1,0 +1,57 @@
+"""Sends a worker's reports to every live conductor, about four times a second."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from moonpool.core.ids import MemberId, Role
+from moonpool.core.membership import Peers, Service
+from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
+
+PERIOD_S = 0.25
+TIMEOUT_S = 1.0  # a report that takes longer is stale: the next one says it better
+
+
+class Reporter:
+    """One task. A conductor that cannot be reached loses the timings of that report and nothing else."""
+
+    def __init__(self, service: Service, peers: Peers) -> None:
+        self._service, self._peers = service, peers
+        self._channels: dict[MemberId, tuple[str, grpc.aio.Channel]] = {}
+        self._task = asyncio.create_task(self._run(), name="reporter")
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for _, channel in self._channels.values():
+            await channel.close()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            conductors = self._peers.live(Role.CONDUCTOR)
+            await self._drop_others({c.id: c.address for c in conductors})
+            if not conductors:
+                continue
+            report = self._service.report()
+            if report is None:
+                return
+            message = to_wire(report, pb.types.WorkerReport())
+            await asyncio.gather(*(self._send(c.id, c.address, message) for c in conductors))
+
+    async def _send(self, conductor: MemberId, address: str, message: pb.types.WorkerReport) -> None:
+        if conductor not in self._channels:
+            self._channels[conductor] = (address, grpc.aio.insecure_channel(address))
+        try:
+            await pb.conductor_rpc.ConductorStub(self._channels[conductor][1]).Report(message, timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            pass
+
+    async def _drop_others(self, addresses: dict[MemberId, str]) -> None:
+        for conductor, (address, channel) in list(self._channels.items()):
+            if addresses.get(conductor) != address:
+                del self._channels[conductor]
+                await channel.close()

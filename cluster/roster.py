@@ -1,0 +1,109 @@
+"""Who is in the cluster: the registry's state, pure. Facts and ``now`` (seconds, any monotonic clock) in, changes out.
+
+    live ──missed beats, broken stream──> silent ──proof──> gone
+      └────────proof, left in order──────────────────────────┘
+
+A life (one incarnation of one member id) never goes back: a silent one that speaks again is fenced and has to come back
+as a newer life, because its attempts were moved and its read pins dropped meanwhile. GONE needs proof, since a silent
+process may still write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moonpool.core.errors import LayoutMismatch
+from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.membership import Liveness, Member, MemberChange
+
+
+class Fenced(Exception):
+    """This life is over: its name was taken by a newer one, or it was declared silent or gone. The message says which."""
+
+
+class Roster:
+    """``silent_after_s``: a live member without a beat for this long is silent."""
+
+    def __init__(self, silent_after_s: float) -> None:
+        self._silent_after_s = silent_after_s
+        self._known: dict[MemberId, MemberChange] = {}  # the newest life of each id
+        self._beats: dict[MemberId, float] = {}  # of live members
+        self._swept: float | None = None
+
+    def snapshot(self) -> list[MemberChange]:
+        return list(self._known.values())
+
+    def get(self, member: MemberId) -> MemberChange | None:
+        return self._known.get(member)
+
+    def join(self, member: Member, now: float) -> list[MemberChange]:
+        """A new life, or the same live one with changed words. Fenced, or LayoutMismatch naming both values."""
+        known = self._known.get(member.id)
+        if known and known.member.incarnation == member.incarnation:
+            self.beat(member.id, member.incarnation, now)
+        elif known and known.member.incarnation > member.incarnation:
+            raise Fenced(f"{member.id}: a newer life ({known.member.incarnation}) took the name")
+        self._require_agreement(member)
+        changes = []
+        if known and known.member.incarnation < member.incarnation and known.liveness is not Liveness.GONE:
+            changes.append(MemberChange(known.member, Liveness.GONE, f"replaced by life {member.incarnation}"))
+        changes.append(MemberChange(member, Liveness.LIVE))
+        self._known[member.id] = changes[-1]
+        self._beats[member.id] = now
+        return changes
+
+    def beat(self, member: MemberId, incarnation: Incarnation, now: float) -> None:
+        """Fenced unless this life is the newest one and live."""
+        known = self._known.get(member)
+        if known is None or known.member.incarnation != incarnation:
+            raise Fenced(f"{member}: life {incarnation} is not the newest one")
+        if known.liveness is not Liveness.LIVE:
+            raise Fenced(f"{member}: was declared {known.liveness.value}: {known.proof}")
+        self._beats[member] = now
+
+    def broken(self, member: MemberId, incarnation: Incarnation) -> list[MemberChange]:
+        """The session's stream broke: the process died, or the network did."""
+        return self._turn(member, incarnation, Liveness.SILENT, "its session broke")
+
+    def gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> list[MemberChange]:
+        return self._turn(member, incarnation, Liveness.GONE, proof)
+
+    def sweep(self, now: float) -> list[MemberChange]:
+        """Declares silent whoever missed its beats. To be called every fraction of ``silent_after_s``.
+
+        Time in which nobody swept (the registry itself was frozen or starved) counts against nobody.
+        """
+        slept = now - self._swept - self._silent_after_s if self._swept is not None else 0.0
+        self._swept = now
+        if slept > 0:
+            self._beats = dict.fromkeys(self._beats, now)
+        changes = []
+        for member, last in list(self._beats.items()):
+            if now - last > self._silent_after_s:
+                proof = f"no heartbeat for {1000 * (now - last):.0f} ms"
+                changes += self._turn(member, self._known[member].member.incarnation, Liveness.SILENT, proof)
+        return changes
+
+    def _turn(self, member: MemberId, incarnation: Incarnation, to: Liveness, proof: str) -> list[MemberChange]:
+        known = self._known.get(member)
+        if known is None or known.member.incarnation != incarnation or known.liveness in (to, Liveness.GONE):
+            return []
+        self._beats.pop(member, None)
+        change = MemberChange(replace(known.member, ready=False), to, proof)
+        self._known[member] = change
+        return [change]
+
+    def _require_agreement(self, member: Member) -> None:
+        """Equal layout, hash key and model name as everybody not gone; two that differ would never share a block, silently."""
+        for change in self._known.values():
+            other = change.member
+            if change.liveness is Liveness.GONE or other.id == member.id:
+                continue
+            if member.layout and other.layout:
+                member.layout.require_same(other.layout, f"{other.id} ({other.address})")
+            for field in ("hash_key_id", "model"):
+                mine, theirs = getattr(member, field), getattr(other, field)
+                if mine and theirs and mine != theirs:
+                    raise LayoutMismatch(
+                        f"{field} differs: {mine!r} at {member.id}, {theirs!r} at {other.id}; start both with the same one"
+                    )

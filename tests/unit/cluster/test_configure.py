@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.cluster.configure import all_keys, describe, load_config, sections, variable_of
+from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "moonpool.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_any_source_everything_is_the_default() -> None:
+    config, origins = load_config(None, {}, {})
+    assert config == Config()
+    assert set(origins.values()) == {"default"}
+    assert set(origins) == set(all_keys())
+
+
+def test_file_is_overruled_by_environment_and_that_by_the_command_line(tmp_path: Path) -> None:
+    file = _file(tmp_path, "[gateway]\nport = 1000\nhost = '0.0.0.0'\nmax_body_bytes = 4096\n")
+    env = {"MOONPOOL_GATEWAY_PORT": "2000", "MOONPOOL_GATEWAY_HOST": "::1", "PATH": "/bin"}
+    config, origins = load_config(file, env, {"gateway.port": "3000"})
+    assert (config.gateway.port, config.gateway.host, config.gateway.max_body_bytes) == (3000, "::1", 4096)
+    assert origins["gateway.port"] == "command line"
+    assert origins["gateway.host"] == "environment MOONPOOL_GATEWAY_HOST"
+    assert origins["gateway.max_body_bytes"] == f"file {file}"
+
+
+@given(st.sampled_from(all_keys()), st.sampled_from(all_keys()))
+def test_no_two_keys_share_an_environment_variable(one: str, other: str) -> None:
+    assert (variable_of(one) == variable_of(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[gatway]\nport = 1\n", "gateway"),
+        ("[gateway]\nprot = 1\n", "gateway.port"),
+        ("[[cluster.nodes]]\nname = 'a'\nprefil = 1\n", "prefill"),
+    ],
+)
+def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {named}\?"):
+        load_config(_file(tmp_path, text), {}, {})
+
+
+def test_an_unknown_variable_or_override_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean MOONPOOL_GATEWAY_PORT\?"):
+        load_config(None, {"MOONPOOL_GATEWAY_PROT": "1"}, {})
+    with pytest.raises(ConfigError, match=r"did you mean engine\.threads\?"):
+        load_config(None, {}, {"engine.thread": "1"})
+
+
+def test_variables_of_tests_and_scripts_are_no_configuration() -> None:
+    config, _ = load_config(None, {"MOONPOOL_TRACES": "x", "MOONPOOL_CRDS": "y", "MOONPOOL_TEST_MODEL": "z"}, {})
+    assert config == Config()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gateway.port", "70000"),
+        ("gateway.port", "http"),
+        ("engine.block_tokens", "8"),
+        ("engine.growth_reserve", "nan"),
+        ("engine.poison", "perhaps"),
+        ("transfer.carrier", "pigeon"),
+        ("cluster.nodes", "a,b"),
+        ("cluster.nodes", '[{"name": "a"}]'),
+        ("cluster.nodes", '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}, {"name": "a"}]'),
+        ("cluster.nodes", '[{"name": "../a", "both": 1, "conductor": 1, "gateway": 1}]'),
+        ("cluster.name", "two words"),
+        ("timing.silent_after_ms", "300"),
+    ],
+)
+def test_a_bad_value_is_refused_naming_key_and_value(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, {}, {key: value})
+    assert key.split("[")[0] in caught.value.message
+
+
+def test_a_boolean_where_the_file_needs_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.port: true"):
+        load_config(_file(tmp_path, "[gateway]\nport = true\n"), {}, {})
+
+
+def test_a_missing_or_malformed_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.toml", {}, {})
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(_file(tmp_path, "= 3"), {}, {})
+    with pytest.raises(ConfigError, match=r"write \[gateway\]"):
+        load_config(_file(tmp_path, "gateway = 3"), {}, {})
+
+
+@given(st.integers(1, 4096), st.sampled_from(["KiB", "MiB", "GiB"]))
+def test_sizes_carry_units(count: int, unit: str) -> None:
+    config, _ = load_config(None, {"MOONPOOL_STORE_POOL_BYTES": f"{count} {unit}"}, {})
+    assert config.store.pool_bytes == count * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
+
+
+def test_every_value_shown_can_be_given_back_on_the_command_line() -> None:
+    config, origins = load_config(None, {}, {"gateway.port": "1234", "engine.poison": "true", "model.name": "m"})
+    shown = {key: value.strip('"') if key != "cluster.nodes" else value for key, value, _ in describe(config, origins)}
+    again, _ = load_config(None, {}, shown)
+    assert again == config
+
+
+def test_ucx_transports_other_than_tcp_are_refused_between_nodes_of_one_machine() -> None:
+    with pytest.raises(ConfigError, match="ucx_tls"):
+        load_config(None, {}, {"transfer.ucx_tls": "all"})
+
+
+def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
+    for values in sections().values():
+        assert values.model_config["frozen"] is True
+        assert values.model_config["extra"] == "forbid"

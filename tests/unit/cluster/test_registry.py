@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from moonpool.cluster.membership import Membership
+from moonpool.cluster.registry import Registry
+from moonpool.core.config import TimingConfig
+from moonpool.core.errors import ConfigError, LayoutMismatch, NoPath
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
+
+TIMING = TimingConfig(heartbeat_ms=50, silent_after_ms=400)
+
+
+def member(name: str, role: Role = Role.PREFILL, incarnation: int = 1) -> Member:
+    return Member(MemberId(name), role, NodeId("a"), Incarnation(incarnation), "host:1", pid=1)
+
+
+class Seen:
+    """One process's membership, and what it was told in order."""
+
+    def __init__(self, registry: str) -> None:
+        self.fenced: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.told: list[tuple[str, int, str]] = []
+        self.peers = Membership(registry, TIMING, self.fenced.set_result)
+        self.peers.subscribe(self._hear)
+
+    def _hear(self, change: MemberChange) -> None:
+        self.told.append((change.member.id, change.member.incarnation, change.liveness.value))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await self.peers.until(condition, 5.0, "change")
+
+    async def hears(self, *what: tuple[str, int, str]) -> None:
+        await self.until(lambda: all(w in self.told for w in what))
+
+
+@asynccontextmanager
+async def cluster(size: int) -> AsyncIterator[tuple[Registry, list[Seen]]]:
+    registry = Registry(TIMING)
+    address = await registry.start("127.0.0.1")
+    seen = [Seen(address) for _ in range(size)]
+    try:
+        yield registry, seen
+    finally:
+        await asyncio.gather(*(s.peers.leave() for s in seen))
+        await registry.close()
+
+
+async def test_joining_changing_and_leaving_are_watched_in_order() -> None:
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(member("prefill-0"))
+        await other.hears(("prefill-0", 1, "live"))
+        one.peers.update(replace(member("prefill-0"), ready=False))
+        await other.until(lambda: [m.ready for m in other.peers.live(Role.PREFILL)] == [False])
+        await one.peers.leave()
+        await other.hears(("prefill-0", 1, "gone"))
+        assert [t[2] for t in other.told][:2] == ["live", "live"]
+        assert other.told[-1] == ("prefill-0", 1, "gone")
+        known = other.peers.get(MemberId("prefill-0"))
+        assert known is not None
+        assert known.proof == "left"
+
+
+async def test_a_late_watcher_hears_everybody_known_first() -> None:
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(member("prefill-0"))
+        await other.hears(("prefill-0", 1, "live"))
+        told: list[MemberChange] = []
+        other.peers.subscribe(told.append)
+        assert [c.member.id for c in told] == ["prefill-0"]
+
+
+async def test_live_members_are_found_by_role_and_node() -> None:
+    async with cluster(3) as (_, (a, b, c)):
+        await a.peers.join(member("store-a", Role.STORE))
+        await b.peers.join(member("prefill-1"))
+        await c.peers.join(member("prefill-0"))
+        await a.until(lambda: len(a.peers.everybody()) == 3)
+        assert [m.id for m in a.peers.live(Role.PREFILL)] == ["prefill-0", "prefill-1"]
+        store = a.peers.store_of(NodeId("a"))
+        assert store is not None
+        assert store.id == "store-a"
+        assert a.peers.store_of(NodeId("b")) is None
+
+
+async def test_missed_heartbeats_make_silent_and_only_a_report_makes_gone() -> None:
+    async with cluster(1) as (registry, (watcher,)):
+        async with grpc.aio.insecure_channel(registry.address) as channel:
+            hold = asyncio.Event()
+
+            async def beats() -> AsyncIterator[pb.registry.MemberBeat]:
+                yield pb.registry.MemberBeat(member=to_wire(member("prefill-0"), pb.types.Member()), incarnation=1)
+                await hold.wait()  # the stream stays, the beats do not come
+
+            call = pb.registry_rpc.RegistryStub(channel).Join(beats())
+            await watcher.hears(("prefill-0", 1, "live"), ("prefill-0", 1, "silent"))
+            assert ("prefill-0", 1, "gone") not in watcher.told
+            await watcher.peers.report_gone(MemberId("prefill-0"), Incarnation(1), "pidfd")
+            await watcher.hears(("prefill-0", 1, "gone"))
+            call.cancel()
+
+
+async def test_a_broken_session_is_silent_at_once() -> None:
+    async with cluster(1) as (registry, (watcher,)):
+        channel = grpc.aio.insecure_channel(registry.address)
+        hold = asyncio.Event()
+
+        async def beats() -> AsyncIterator[pb.registry.MemberBeat]:
+            yield pb.registry.MemberBeat(member=to_wire(member("prefill-0"), pb.types.Member()), incarnation=1)
+            await hold.wait()
+
+        call = pb.registry_rpc.RegistryStub(channel).Join(beats())
+        await watcher.hears(("prefill-0", 1, "live"))
+        call.cancel()
+        await watcher.hears(("prefill-0", 1, "silent"))
+        known = watcher.peers.get(MemberId("prefill-0"))
+        assert known is not None
+        assert known.proof == "its session broke"
+        await channel.close()
+
+
+async def test_a_newer_life_fences_the_older_one() -> None:
+    async with cluster(3) as (_, (older, newer, watcher)):
+        await older.peers.join(member("prefill-0"))
+        await newer.peers.join(member("prefill-0", incarnation=2))
+        assert "newer" in await asyncio.wait_for(older.fenced, 5.0)
+        await watcher.until(lambda: ("prefill-0", 2, "live") in watcher.told)
+        known = watcher.peers.get(MemberId("prefill-0"))
+        assert known is not None
+        assert (known.member.incarnation, known.liveness) == (2, Liveness.LIVE)
+
+
+async def test_a_different_model_is_refused_naming_both() -> None:
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(replace(member("prefill-0"), model="smollm2"))
+        with pytest.raises(LayoutMismatch, match="'other' at prefill-1, 'smollm2' at prefill-0"):
+            await other.peers.join(replace(member("prefill-1"), model="other"))
+
+
+async def test_a_registry_that_comes_back_empty_hears_everybody_again() -> None:
+    registry = Registry(TIMING)
+    address = await registry.start("127.0.0.1")
+    one, watcher = Seen(address), Seen(address)
+    await one.peers.join(member("prefill-0"))
+    await watcher.hears(("prefill-0", 1, "live"))
+    await registry.close()
+    assert [m.id for m in watcher.peers.live(Role.PREFILL)] == ["prefill-0"]  # the last known view stays
+    again = Registry(TIMING)
+    await again.start("127.0.0.1", int(address.rpartition(":")[2]))
+    try:
+        late = Seen(again.address)
+        await late.hears(("prefill-0", 1, "live"))
+        assert not one.fenced.done()
+        await asyncio.gather(*(s.peers.leave() for s in (one, watcher, late)))
+    finally:
+        await again.close()
+
+
+async def test_a_taken_port_is_a_clear_error() -> None:
+    async with cluster(0) as (registry, _):
+        with pytest.raises(ConfigError, match="cannot listen"):
+            await Registry(TIMING).start("127.0.0.1", int(registry.address.rpartition(":")[2]))
+
+
+async def test_waiting_ends_in_bounded_time_naming_what_was_missing() -> None:
+    async with cluster(1) as (_, (one,)):
+        with pytest.raises(NoPath, match="no decode worker within 0 s"):
+            await one.peers.until(lambda: False, 0.05, "decode worker")
