@@ -23,6 +23,7 @@ _STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocat
 _BINS = 40
 _TIME_BINS = 30
 _REASONS = (_RED, _ORANGE, _BLUE, "#8e5ea2", _GREY)
+_QUANTILES = (0.5, 0.9, 0.99)
 _TAIL = 0.995  # a distribution's picture ends here; what lies beyond is counted in its title
 
 
@@ -75,30 +76,39 @@ def _distribution(figure: Any, values_ms: Sequence[float], target_ms: float | No
     above.hist(shown, bins=min(_BINS, max(8, len(shown) // 2)), range=(0, right), color=_BLUE, edgecolor="white", linewidth=0.6)
     above.set_ylabel("requests")
     above.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
-    above.set_title(title, fontsize=12, pad=26)
     below.step([0, *shown], [0, *((i + 1) / len(ordered) for i in range(len(shown)))], where="post", color=_BLUE)
     below.set_ylim(0, 1.05)
     below.set_ylabel("share at most")
     below.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     below.set_xlim(0, right)
     below.set_xlabel(f"latency ({unit})")
-    for q in (0.5, 0.9, 0.99):
+    for q in _QUANTILES:
         below.axhline(q, color=_GREY, linewidth=0.5, alpha=0.4)
-    quantile_words = ", ".join(f"p{q * 100:.0f} {rank(ordered, q) * per_ms:.3g} {unit}" for q in (0.5, 0.9, 0.99))
-    remark = f"{len(ordered)} requests: {quantile_words}"
+    remark = f"{len(ordered)} requests: " + ", ".join(
+        f"p{q * 100:.0f} {_short(rank(ordered, q) * per_ms)} {unit}" for q in _QUANTILES
+    )
     if beyond:
-        remark += f"; {beyond} beyond the right edge, at most {ordered[-1] * per_ms:.3g} {unit}"
+        remark += f"; {beyond} beyond the right edge, at most {_short(ordered[-1] * per_ms)} {unit}"
+    _head(above, title, remark)
     if target_ms is not None:
-        met = sum(v <= target_ms for v in ordered) / len(ordered)
-        remark += f"; target {target_ms * per_ms:.3g} {unit}: {met:.0%} within"
-        for axes in (above, below):
-            axes.axvline(target_ms * per_ms, color=_RED, linestyle="--", linewidth=1.4)
-        if target_ms * per_ms <= right:
-            above.annotate(
-                "target", (target_ms * per_ms, 1), xycoords=("data", "axes fraction"), xytext=(-5, -4),
-                textcoords="offset points", ha="right", va="top", color=_RED,
-            )  # fmt: skip
-    above.text(0, 1.04, remark, transform=above.transAxes, fontsize=9.5, color=_GREY, va="bottom")
+        _mark_target(above, below, ordered, target_ms, per_ms, unit)
+
+
+def _mark_target(above: Any, below: Any, ordered: Sequence[float], target_ms: float, per_ms: float, unit: str) -> None:
+    met = sum(v <= target_ms for v in ordered) / len(ordered)
+    words = f"target {_short(target_ms * per_ms)} {unit}\n{met:.0%} within"
+    at, right = target_ms * per_ms, above.get_xlim()[1]
+    above.set_ylim(top=above.get_ylim()[1] * 1.25)  # room for the words above the bars
+    if at > right:
+        above.text(0.995, 0.98, words + " (beyond the right edge)", transform=above.transAxes, ha="right", va="top", color=_RED)
+        return
+    for axes in (above, below):
+        axes.axvline(at, color=_RED, linestyle="--", linewidth=1.4)
+    side, shift = ("right", -5) if at > right / 2 else ("left", 5)
+    above.annotate(
+        words, (at, 1), xycoords=("data", "axes fraction"), xytext=(shift, -3), textcoords="offset points",
+        ha=side, va="top", color=_RED, fontsize=10,
+    )  # fmt: skip
 
 
 def _over_time(figure: Any, records: Sequence[RequestRecord], summary: Summary) -> None:
@@ -117,12 +127,11 @@ def _over_time(figure: Any, records: Sequence[RequestRecord], summary: Summary) 
         return
     axes = figure.subplots()
     _stacked(axes, {name: layer for name, layer in layers.items() if layer[1]}, max(r.planned_s for r in records))
-    axes.set_title(title, fontsize=12, pad=26)
     remark = f"completed {summary.completed_per_s:.2f} requests/s over {summary.duration_s:.0f} s"
     if summary.goodput:
         g = summary.goodput
         remark = f"goodput {g.per_s:.2f} requests/s: {g.met} of {g.of} requests met every target; {remark}"
-    axes.text(0, 1.02, remark, transform=axes.transAxes, fontsize=9.5, color=_GREY, va="bottom")
+    _head(axes, title, remark)
     axes.set_ylabel("requests/s")
     axes.set_xlabel("planned arrival (s from the start)")
 
@@ -186,9 +195,8 @@ def _cache(figure: Any, ok: Sequence[RequestRecord], summary: Summary) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     axes.set_ylabel("cached share of the prompt")
     axes.set_xlabel("planned arrival (s from the start)")
-    axes.set_title(title, fontsize=12, pad=26)
     remark = f"{summary.cached_tokens:,} of {summary.prompt_tokens:,} prompt tokens cached ({summary.cached_share:.1%})"
-    axes.text(0, 1.04, remark, transform=axes.transAxes, fontsize=9.5, color=_GREY, va="bottom")
+    _head(axes, title, remark)
     axes.grid(axis="y", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=10)
 
@@ -207,11 +215,22 @@ def _refusals(figure: Any, records: Sequence[RequestRecord]) -> None:
         layers.setdefault(name, (_REASONS[len(layers) % len(_REASONS)], []))[1].append(r.planned_s)
     axes = figure.subplots()
     _stacked(axes, layers, max(r.planned_s for r in records))
-    axes.set_title(title, fontsize=12, pad=26)
     remark = f"{len(refused)} of {len(records)} requests refused ({len(refused) / len(records):.0%})"
-    axes.text(0, 1.02, remark, transform=axes.transAxes, fontsize=9.5, color=_GREY, va="bottom")
+    _head(axes, title, remark)
     axes.set_ylabel("refusals/s")
     axes.set_xlabel("planned arrival (s from the start)")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1_000 else f"{value:,.0f}"
+
+
+def _head(axes: Any, title: str, remark: str) -> None:
+    """A title and, smaller, the figures in words. They take no part in the layout: a long line must not squeeze the axes."""
+    axes.set_title(title, fontsize=12, pad=26)
+    axes.annotate(
+        remark, (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points", fontsize=9.5, color=_GREY
+    ).set_in_layout(False)
 
 
 def _nothing(figure: Any, title: str, why: str) -> None:

@@ -39,7 +39,7 @@ class GeneratorConfig:
     requests: int = 40
     seed: int = 1
     block_tokens: int = 64  # tokens per hash id; the published traces use 512
-    sessions_per_s: float = 0.08
+    sessions_per_s: float = 0.07
     system_prompts: int = 3
     system_tokens: int = 320
     question_tokens: int = 90
