@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moonpool.core.blocks import BlockHasher
+from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt
 
 
@@ -52,7 +53,7 @@ class Sequence:
         self.keys = self.hasher.keys(self.tokens, known=self.attempt.request.keys)
 
     @property
-    def name(self) -> tuple[str, int]:
+    def name(self) -> tuple[RequestId, int]:
         return self.attempt.request.id, self.attempt.number
 
     @property

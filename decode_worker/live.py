@@ -1,0 +1,85 @@
+"""The attempts a decode worker is busy with, and which attempt of a request is the newest one it has heard of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moonpool.core.ids import RequestId
+from moonpool.core.lifetime import Lifetime
+from moonpool.core.placement import Placement
+from moonpool.core.request import Attempt
+from moonpool.decode_worker.sequence import Sequence
+from moonpool.decode_worker.stream import TokenStream
+
+REMEMBERED = 8_192  # requests whose newest attempt is remembered after it ended
+
+
+@dataclass(eq=False, slots=True)
+class Live:
+    """One attempt from its admission until nothing of it is left.
+
+    ``stop`` is set once while KV comes in from elsewhere: it makes that end early, and whoever brings the KV lets go of
+    the pages afterwards.
+    """
+
+    attempt: Attempt
+    placement: Placement
+    stream: TokenStream
+    sequence: Sequence
+    life: Lifetime = field(default_factory=Lifetime)
+    stop: Callable[[], None] | None = None
+    deadline: asyncio.TimerHandle | None = None
+    cached_tokens: int = 0
+    loaded_tokens: int = 0
+    load_seconds: float = 0.0
+    emitted: int = 0  # emissions with an id
+
+    @property
+    def request(self) -> RequestId:
+        return self.attempt.request.id
+
+    @property
+    def position(self) -> int:
+        """Of the next id."""
+        return len(self.sequence.tokens) - len(self.attempt.request.prompt)
+
+
+class Attempts:
+    """Live attempts by request: one each. Only the newest (request, attempt) counts; older ones are refused for good."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, Live] = {}
+        self._newest: OrderedDict[RequestId, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def all(self) -> list[Live]:
+        return list(self._live.values())
+
+    def get(self, request: RequestId, attempt: int) -> Live | None:
+        live = self._live.get(request)
+        return live if live is not None and live.attempt.number == attempt else None
+
+    def supersede(self, request: RequestId, attempt: int) -> tuple[bool, Live | None]:
+        """Whether ``attempt`` is newer than all heard of, and the older attempt that must end because of it."""
+        if attempt <= self._newest.get(request, -1):
+            return False, None
+        self._newest[request] = attempt
+        self._newest.move_to_end(request)
+        while len(self._newest) > REMEMBERED:
+            self._newest.popitem(last=False)
+        return True, self._live.get(request)
+
+    def add(self, live: Live) -> None:
+        self._live[live.request] = live
+
+    def remove(self, live: Live) -> bool:
+        """False when it was gone already, or replaced."""
+        if self._live.get(live.request) is not live:
+            return False
+        del self._live[live.request]
+        return True
