@@ -10,6 +10,7 @@ the store node is the truth. It never claims what no event said.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -59,6 +60,13 @@ class PrefixIndex:
     def __len__(self) -> int:
         """Keys known, those of dropped holders included until they are swept."""
         return len(self._any)
+
+    def memory_bytes(self) -> int:
+        """Memory of the entries: the tables, every key, and every mask object once."""
+        tables = (self._any, self._not_on_top, *self._lower.values())
+        masks = {id(mask): mask for table in tables for mask in table.values()}
+        keys = sum(sys.getsizeof(key) for key in self._any)
+        return keys + sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, masks.values()))
 
     @property
     def bits(self) -> int:

@@ -1,0 +1,114 @@
+"""What is known of every live, ready worker, as one row of arrays: what a placement policy reads.
+
+Rows are ordered by member id. A row is written when its worker reports or is booked; the arrays are made anew when
+membership changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.core.membership import LiveAttempt, Member, WorkerReport
+from moonpool.core.placement import WorkerRef
+from moonpool.scheduler.bookings import Coming
+from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+UNLIMITED = 1 << 62
+NO_BIT = -1  # the row holds nothing in that index; as a subscript it finds the last entry, which is 0
+
+
+@dataclass(slots=True)
+class Worker:
+    """One life of one worker and its newest report."""
+
+    member: Member
+    attempts: tuple[LiveAttempt, ...] = ()
+    free_tokens: int = UNLIMITED  # that new sequences could take; unlimited until the first report
+    busy_until: float = 0.0  # when the prefill work it reported will be done, if the estimate is right
+    last_chosen: int = 0  # placement number
+    prefill: PrefillEstimate = field(default_factory=PrefillEstimate)
+    step: StepEstimate = field(default_factory=StepEstimate)
+
+    @property
+    def ref(self) -> WorkerRef:
+        m = self.member
+        return WorkerRef(m.id, m.incarnation, m.node, m.address)
+
+    def prompt_left(self, attempt: LiveAttempt) -> int:
+        """Prompt tokens this worker still has to compute for ``attempt``."""
+        if self.member.role is Role.PREFILL:
+            return attempt.remaining_tokens
+        return attempt.prompt_left if self.member.role is Role.BOTH else 0
+
+    def take(self, report: WorkerReport, block_tokens: int) -> None:
+        self.attempts = report.attempts
+        if report.total_pages:
+            self.free_tokens = report.free_pages * block_tokens
+
+
+def seconds_of(fit: Fit, prompt: int, left: int, loaded: int = 0) -> float:
+    """Seconds to compute the last ``left`` of ``prompt`` tokens."""
+    a, b, c, d = fit.coefficients
+    cached = max(prompt - left, 0)
+    return a + b * left + c * (prompt * prompt - cached * cached) + d * loaded
+
+
+class Board:
+    """Arrays of ``rows`` workers. Read-only for policies."""
+
+    def __init__(self, workers: list[Worker], stores: dict[NodeId, Member]) -> None:
+        self.workers = sorted(workers, key=lambda w: w.member.id)
+        self.row: dict[MemberId, int] = {w.member.id: i for i, w in enumerate(self.workers)}
+        self.names = tuple(w.member.id for w in self.workers)
+        n = len(self.workers)
+        self.numbers: Ints = np.arange(n)
+        roles = [w.member.role for w in self.workers]
+        self.split: Bools = np.array([role is Role.PREFILL for role in roles], bool)
+        self.decode_only: Bools = np.array([role is Role.DECODE for role in roles], bool)
+        self.both: Bools = np.array([role is Role.BOTH for role in roles], bool)
+        self.pooled: Bools = np.array([w.member.node in stores for w in self.workers], bool)  # its node's store is live
+        self.max_prompt: Ints = np.array([w.member.max_prompt or UNLIMITED for w in self.workers], np.int64)
+        self.busy_until: Floats = np.zeros(n)
+        self.coming_s: Floats = np.zeros(n)  # prefill seconds booked and not reported yet
+        self.load: Ints = np.zeros(n, np.int64)  # attempts reported or booked
+        self.batch: Ints = np.zeros(n, np.int64)  # sequences a decode worker holds or will
+        self.context: Ints = np.zeros(n, np.int64)  # their tokens
+        self.room: Ints = np.zeros(n, np.int64)  # tokens of free pages
+        self.last_chosen: Ints = np.zeros(n, np.int64)
+        self.prefill_fit: Floats = np.zeros((4, n))
+        self.prefill_spread: Floats = np.zeros(n)
+        self.prefill_reach: Floats = np.zeros(n)  # 0 while unsure
+        self.step_fit: Floats = np.zeros((3, n))
+        self.step_spread: Floats = np.zeros(n)
+        self.step_reach: Floats = np.zeros(n)
+        self.device_bit: Ints = np.full(n, NO_BIT)  # bit numbers in the two indexes
+        self.node_bit: Ints = np.full(n, NO_BIT)
+
+    def write(self, worker: Worker, coming: Coming) -> None:
+        """Bring the row of ``worker`` up to date."""
+        i = self.row[worker.member.id]
+        self.busy_until[i] = worker.busy_until
+        self.coming_s[i] = coming.prefill_s
+        if worker.member.role is Role.PREFILL:
+            self.load[i] = len(worker.attempts) + coming.jobs
+        else:
+            self.batch[i] = len(worker.attempts) + coming.sequences
+            self.context[i] = sum(a.prompt_tokens for a in worker.attempts) + coming.context_tokens
+            self.load[i] = self.batch[i]
+        self.room[i] = worker.free_tokens - coming.context_tokens
+        self.last_chosen[i] = worker.last_chosen
+
+    def write_fits(self, worker: Worker, prefill: Fit, step: Fit) -> None:
+        i = self.row[worker.member.id]
+        self.prefill_fit[:, i], self.prefill_spread[i] = prefill.coefficients, prefill.spread
+        self.prefill_reach[i] = prefill.reach if prefill.sure else 0.0
+        self.step_fit[:, i], self.step_spread[i] = step.coefficients, step.spread
+        self.step_reach[i] = step.reach if step.sure else 0.0

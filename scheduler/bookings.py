@@ -1,0 +1,140 @@
+"""What the conductor has promised but workers do not report yet, and which promises are over.
+
+A booking has two ends, the prefill and the decode worker. Each end counts until the worker's own report shows the
+attempt (from then on the report is what counts) or shows that it is gone. A booking ends with ``finished``, with the
+loss of a worker, when reports say so, or when the request's budget has run out: nothing stays booked for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from moonpool.core.ids import MemberId
+
+PREFILL_GRACE_S = 1.0  # a job not reported this long after its placement ran between two reports, or never came
+DECODE_GRACE_S = 5.0  # the gateway opens the stream at once; after this it never will
+GONE_GRACE_S = 1.0  # a report written just before the attempt came back (another stream, a preemption) is not an end
+
+
+class End(Enum):
+    COMING = "coming"  # placed, not in a report yet
+    SEEN = "seen"  # counted through the worker's reports
+    OVER = "over"
+
+
+@dataclass(slots=True)
+class Booking:
+    """``prefill_s`` seconds of compute at ``prefill``, then ``prompt_tokens`` of context at ``decode``."""
+
+    number: int
+    request: str
+    attempt: int
+    prefill: MemberId
+    decode: MemberId
+    prefill_s: float
+    prompt_tokens: int
+    placed_at: float
+    prefilled_at: float  # predicted
+    at_prefill: End = End.COMING
+    at_decode: End = End.COMING
+    missing_since: float | None = None  # at the decode worker, after having been seen
+
+
+@dataclass(slots=True)
+class Coming:
+    """What is booked on one worker and not in its reports yet."""
+
+    prefill_s: float = 0.0
+    jobs: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """At most one booking per request: a new attempt replaces the last one."""
+
+    lifetime_s: float
+    bookings: dict[str, Booking] = field(default_factory=dict)  # by request, oldest first
+    _by_worker: dict[MemberId, dict[str, Booking]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.bookings)
+
+    def add(self, booking: Booking) -> Booking | None:
+        """Returns the booking it replaces."""
+        before = self.release(booking.request)
+        self.bookings[booking.request] = booking
+        for worker in {booking.prefill, booking.decode}:
+            self._by_worker.setdefault(worker, {})[booking.request] = booking
+        return before
+
+    def release(self, request: str) -> Booking | None:
+        booking = self.bookings.pop(request, None)
+        if booking is not None:
+            for worker in {booking.prefill, booking.decode}:
+                mine = self._by_worker[worker]
+                del mine[request]
+                if not mine:
+                    del self._by_worker[worker]
+        return booking
+
+    def coming(self, worker: MemberId) -> Coming:
+        total = Coming()
+        for booking in self._by_worker.get(worker, {}).values():
+            if booking.prefill == worker and booking.at_prefill is End.COMING:
+                total.prefill_s += booking.prefill_s
+                total.jobs += 1
+            if booking.decode == worker and booking.at_decode is End.COMING:
+                total.sequences += 1
+                total.context_tokens += booking.prompt_tokens
+        return total
+
+    def expire(self, now: float) -> list[Booking]:
+        """Release what is older than ``lifetime_s``."""
+        old = []
+        for booking in self.bookings.values():
+            if booking.placed_at + self.lifetime_s > now:
+                break
+            old.append(booking)
+        for booking in old:
+            self.release(booking.request)
+        return old
+
+    def lose(self, worker: MemberId) -> list[Booking]:
+        """``worker`` is gone or silent, its attempts move: release all it takes part in."""
+        lost = list(self._by_worker.get(worker, {}).values())
+        for booking in lost:
+            self.release(booking.request)
+        return lost
+
+    def report(self, worker: MemberId, alive: set[tuple[str, int]], now: float) -> list[Booking]:
+        """Compare with the attempts that ``worker`` says it holds; returns the bookings that this ends."""
+        ended = []
+        for booking in list(self._by_worker.get(worker, {}).values()):
+            here = (booking.request, booking.attempt) in alive
+            if booking.prefill == worker:
+                _see_prefill(booking, here, now)
+            if booking.decode == worker and _decode_ended(booking, here, now):
+                ended.append(booking)
+                self.release(booking.request)
+        return ended
+
+
+def _see_prefill(booking: Booking, here: bool, now: float) -> None:
+    if here and booking.at_prefill is End.COMING:
+        booking.at_prefill = End.SEEN
+    elif not here and (booking.at_prefill is End.SEEN or now - booking.placed_at >= PREFILL_GRACE_S):
+        booking.at_prefill = End.OVER
+
+
+def _decode_ended(booking: Booking, here: bool, now: float) -> bool:
+    if here:
+        booking.at_decode, booking.missing_since = End.SEEN, None
+        return False
+    if booking.at_decode is End.COMING:
+        return now - max(booking.placed_at, booking.prefilled_at) >= DECODE_GRACE_S
+    if booking.missing_since is None:
+        booking.missing_since = now
+    return now - booking.missing_since >= GONE_GRACE_S

@@ -1,0 +1,72 @@
+"""Which workers may take a request at all, and the refusal that names what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.core.errors import Reason
+from moonpool.core.ids import MemberId, NodeId
+from moonpool.core.membership import Member
+from moonpool.core.placement import PlaceRequest, Refusal
+from moonpool.scheduler.board import Board, Bools
+
+RETRY_S = 1.0  # a restarted worker is back within seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Rows of the board. Workers of role both pair only with themselves."""
+
+    split: Bools  # prefill workers to be paired with a decode worker
+    decodes: Bools  # their decode workers
+    both: Bools
+    pooled: Bools  # the node's store is live and did not fail this request
+    barred: frozenset[NodeId]  # nodes whose store failed this request
+
+    @property
+    def prefills(self) -> Bools:
+        return self.split | self.both
+
+
+def usable(board: Board, stores: dict[NodeId, Member], request: PlaceRequest) -> Usable | Refusal:
+    """Live, ready, large enough, not excluded. A split needs a live store node beside its decode worker: KV lands there."""
+    allowed = board.max_prompt >= request.prompt_tokens
+    pooled, barred = board.pooled, frozenset[NodeId]()
+    if request.exclude:
+        allowed[[board.row[name] for name in request.exclude if name in board.row]] = False
+        barred = frozenset(node for node, store in stores.items() if store.id in request.exclude)
+        pooled = pooled & [worker.member.node not in barred for worker in board.workers] if barred else pooled
+    split = board.split & allowed
+    decodes = board.decode_only & allowed & pooled
+    both = board.both & allowed
+    if not (both.any() or (split.any() and decodes.any())):
+        return _no_path(board, request, split, decodes, pooled)
+    if not decodes.any():
+        split = split & False
+    return Usable(split, decodes, both, pooled, barred)
+
+
+def _no_path(board: Board, request: PlaceRequest, split: Bools, decodes: Bools, pooled: Bools) -> Refusal:
+    lacking = []
+    if not split.any():
+        lacking.append(_why("prefill", board, board.split | board.both, request))
+    if not decodes.any():
+        text = _why("decode", board, board.decode_only | board.both, request)
+        stranded = int((board.decode_only & ~pooled).sum())
+        if stranded:
+            text += f", {stranded} without a live store node"
+        lacking.append(text)
+    return Refusal(Reason.NO_PATH, "; ".join(lacking), RETRY_S)
+
+
+def _why(role: str, board: Board, rows: Bools, request: PlaceRequest) -> str:
+    excluded = {MemberId(name) for name in request.exclude}
+    names = [worker.member.id for worker, counts in zip(board.workers, rows, strict=True) if counts]
+    small = int((rows & (board.max_prompt < request.prompt_tokens)).sum())
+    text = f"no {role} worker can take the request: {len(names)} live and ready"
+    if failed := len(excluded.intersection(names)):
+        text += f", {failed} excluded after failing it"
+    if small:
+        largest = int(board.max_prompt[rows].max())
+        text += f", {small} too small for {request.prompt_tokens} prompt tokens (the largest holds {largest})"
+    return text

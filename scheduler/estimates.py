@@ -1,0 +1,165 @@
+"""How long a prefill and a decode step take, fitted online from what workers measured.
+
+Non-negative least squares over a bounded set of measurements, minimising relative error: a 50 ms job weighs as much as
+an 8 s one. One reweighting pass (Huber) keeps a first, cold run from bending the fit. The spread is a quantile of the
+relative residuals.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.core.membership import PrefillTiming, StepTiming
+
+Vector = NDArray[np.float64]
+
+MIN_SAMPLES = 4
+PER_KIND = 8
+KINDS = 128
+SPREAD_QUANTILE = 0.8
+MAX_SPREAD = 1.0  # measurements that scatter more say little; 1.0 doubles the estimate already
+REACH = 4.0  # an estimate is trusted up to this many times the largest job measured
+RIDGE = 1e-4  # relative to each feature's own weight: a set of equal jobs is spread over all features
+HUBER = 0.25  # relative residual from which a sample counts less
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """``seconds = coefficients @ features``, relative ``spread`` above it, valid for jobs up to ``reach``."""
+
+    coefficients: tuple[float, ...]
+    spread: float
+    reach: float
+    sure: bool
+
+
+class OnlineFit:
+    """Measurements of one worker (or of a role), the newest few of every kind of job.
+
+    Jobs are alike when each of their features has the same power of two: a busy hour of one kind then does not push out
+    what is known of the others. ``guess`` ranks jobs while there are fewer than ``MIN_SAMPLES`` measurements.
+    """
+
+    def __init__(self, guess: Sequence[float]) -> None:
+        self._guess = Fit(tuple(guess), 0.0, 0.0, sure=False)
+        self._kinds: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}  # kind -> rows of (*features, seconds)
+        self._samples = 0
+        self._reach = 0.0
+        self._fit: Fit | None = self._guess  # None: measurements came in since
+
+    def add(self, features: tuple[float, ...], seconds: float, size: float) -> None:
+        """Impossible values are skipped: they come from another process. ``size`` is compared with ``reach``."""
+        if not 0.0 < seconds < float("inf"):
+            return
+        kind = tuple(int(value).bit_length() for value in features)
+        rows = self._kinds.pop(kind, None) or deque(maxlen=PER_KIND)
+        rows.append((*features, seconds))
+        self._kinds[kind] = rows
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]  # the one longest without news
+        self._samples += 1
+        self._reach = max(self._reach, REACH * size)
+        self._fit = None
+
+    @property
+    def fit(self) -> Fit:
+        if self._fit is None:
+            self._fit = self._solve() if self._samples >= MIN_SAMPLES else self._guess
+        return self._fit
+
+    def _solve(self) -> Fit:
+        table = np.array([row for rows in self._kinds.values() for row in rows])
+        rows = table[:, :-1] / table[:, -1:]  # [samples, features]; every target is 1
+        weights = np.ones(len(rows))
+        for _ in range(2):
+            coefficients = _non_negative(rows, weights)
+            residuals = 1.0 - rows @ coefficients
+            weights = np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9))
+        estimated = np.maximum(rows @ coefficients, 1e-9)  # in units of the measured time
+        spread = float(np.clip(np.quantile(1.0 / estimated - 1.0, SPREAD_QUANTILE), 0.0, MAX_SPREAD))
+        return Fit(tuple(map(float, coefficients)), spread, self._reach, sure=True)
+
+
+@cache
+def _subsets(features: int) -> Vector:
+    """[2**features - 1, features] of 0 and 1: every non-empty choice of features."""
+    numbers = np.arange(1, 2**features)
+    return ((numbers[:, None] >> np.arange(features)) & 1).astype(np.float64)
+
+
+def _non_negative(rows: Vector, weights: Vector) -> Vector:
+    """Weighted non-negative least squares towards 1. At most four features, so every active set is solved and compared."""
+    scale = np.sqrt((rows**2).mean(axis=0))
+    scale[scale == 0.0] = 1.0
+    x = rows / scale
+    gram = (x * weights[:, None]).T @ x
+    gram[np.diag_indices_from(gram)] *= 1.0 + RIDGE
+    gram[np.diag_indices_from(gram)] += 1e-12
+    right = x.T @ weights
+    chosen = _subsets(x.shape[1])
+    among = gram * chosen[:, :, None] * chosen[:, None, :] + np.eye(x.shape[1]) * (1.0 - chosen)[:, :, None]
+    solutions = np.linalg.solve(among, (right * chosen)[:, :, None])[:, :, 0]
+    loss = np.einsum("si,ij,sj->s", solutions, gram, solutions) - 2.0 * solutions @ right
+    loss[(solutions < 0.0).any(axis=1)] = np.inf
+    return np.asarray(solutions[int(np.argmin(loss))] / scale)
+
+
+class PrefillEstimate:
+    """Seconds = a + b (n - p) + c (n^2 - p^2) + d loaded, for n prompt tokens of which p are cached and ``loaded`` of
+    those come from the pool. The form is that of the paper's fitted prefill cost (Mooncake, FAST 2025)."""
+
+    GUESS = (1e-2, 1e-3, 0.0, 1e-5)
+
+    def __init__(self) -> None:
+        self._online = OnlineFit(self.GUESS)
+
+    def add(self, timing: PrefillTiming) -> None:
+        n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
+        loaded = timing.loaded_tokens or (p if timing.load_seconds > 0.0 else 0)
+        self._online.add((1.0, float(n - p), float(n * n - p * p), float(loaded)), timing.seconds, n - p)
+
+    @property
+    def fit(self) -> Fit:
+        """Four coefficients (a, b, c, d); reach in computed tokens."""
+        return self._online.fit
+
+
+class StepEstimate:
+    """Seconds = a + b batch + c context tokens in the batch."""
+
+    GUESS = (1e-2, 1e-3, 1e-7)
+
+    def __init__(self) -> None:
+        self._online = OnlineFit(self.GUESS)
+
+    def add(self, timing: StepTiming) -> None:
+        features = (1.0, float(timing.batch), float(timing.context_tokens))
+        self._online.add(features, timing.seconds, timing.context_tokens)
+
+    @property
+    def fit(self) -> Fit:
+        """Three coefficients (a, b, c); reach in context tokens."""
+        return self._online.fit
+
+
+class Overhead:
+    """Seconds between what the worker's own times explain and the first token at the gateway, seen on idle workers."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=64)
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        if seconds == seconds and abs(seconds) != float("inf"):
+            self._seen.append(seconds)
+            self._seconds = max(0.0, float(np.median(self._seen)))
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds

@@ -1,0 +1,147 @@
+"""Placement by smallest predicted TTFT, with a check of the decode worker's TBT at the moment the prefill ends.
+
+Functions over a read-only board. For each prefill worker three plans are priced and the cheapest is taken: compute
+everything past its own device pages; load what its node's pool holds further; fetch what the deepest holder anywhere
+holds further. TTFT = wait + load and compute + what lies between the worker's first token and the gateway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonpool.core.ids import NodeId
+from moonpool.core.placement import Segment, Source
+from moonpool.scheduler.board import Board, Bools, Floats, Ints, Worker
+
+TIE = 0.05  # predictions this close are equal: the less booked worker takes it, then the one chosen longest ago
+TIE_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``tokens`` in all, of which ``blocks`` whole blocks of ``block_tokens`` have keys."""
+
+    tokens: int
+    blocks: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Leading blocks of one prompt, per row: in the worker's own pages, in its node's pool, and (one number) anywhere."""
+
+    own: Ints
+    node: Ints
+    anywhere: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScores:
+    """Seconds per row. ``plan`` is 0 (own pages), 1 (node's pool) or 2 (fetch); ``covered`` says how far each reaches."""
+
+    table: Floats  # [6, rows]: ttft, high, wait, work, cached, sure; the fields below are views of it
+    ttft: Floats
+    high: Floats  # ttft with the spread of its estimate
+    wait: Floats
+    work: Floats
+    cached: Floats  # tokens
+    sure: Floats  # 1 where the fit covers the job
+    covered: Ints  # [3, rows] blocks that each plan does not compute
+    plan: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScores:
+    """Per row: the step time in seconds with the new sequence in it, nobody having left."""
+
+    tbt: Floats
+    roomy: Bools  # the prompt fits into free pages now
+
+
+def depths(runs: list[tuple[int, int]], bits: int) -> Ints:
+    """[bits + 1] matched blocks by bit number; the last entry, 0, serves rows without a bit (-1)."""
+    out = np.zeros(bits + 1, np.int64)
+    for depth, mask in runs:
+        if mask & (mask - 1) == 0:
+            out[mask.bit_length() - 1] = depth
+            continue
+        raw = np.frombuffer(mask.to_bytes((bits + 7) // 8, "little"), np.uint8)
+        out[:-1][np.unpackbits(raw, count=bits, bitorder="little").view(bool)] = depth
+    return out
+
+
+def score_prefill(board: Board, pooled: Bools, prompt: Prompt, held: Held, overhead_s: float, now: float) -> PrefillScores:
+    """``pooled`` rows have a store node to load from and to fetch into."""
+    covered = np.empty((3, len(pooled)), np.int64)
+    covered[:] = held.own
+    np.maximum(held.own, held.node, out=covered[1], where=pooled)
+    np.maximum(covered[1], held.anywhere, out=covered[2], where=pooled)
+    cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
+    a, b, c, d = board.prefill_fit
+    computed = prompt.tokens - cached
+    cost = a + computed * (b + c * (prompt.tokens + cached))  # n^2 - p^2 = (n - p)(n + p)
+    cost += d * prompt.block_tokens * (covered - held.own)
+    plan = cost.argmin(axis=0)  # of equal plans the one that moves less
+    rows = board.numbers
+    table = np.empty((6, len(rows)))
+    ttft, high, wait, work, kept, sure = table
+    work[:], kept[:] = cost[plan, rows], cached[plan, rows]
+    np.maximum(board.busy_until - now, 0.0, out=wait)
+    wait += board.coming_s
+    np.add(wait, work + overhead_s, out=ttft)
+    np.add(ttft, work * board.prefill_spread, out=high)
+    np.less_equal(prompt.tokens - kept, board.prefill_reach, out=sure)
+    return PrefillScores(table, ttft, high, wait, work, kept, sure, covered, plan)
+
+
+def score_decode(board: Board, prompt: Prompt) -> DecodeScores:
+    a, b, c = board.step_fit
+    tbt = a + b * (board.batch + 1) + c * (board.context + prompt.tokens)
+    return DecodeScores(tbt, board.room >= prompt.tokens)
+
+
+def least(value: Floats, rows: Bools, board: Board) -> int | None:
+    """The row of the smallest value; among equals the least booked one, then the one chosen longest ago."""
+    masked = np.where(rows, value, np.inf)
+    best = masked.min() if len(masked) else np.inf
+    if best == np.inf:
+        return None
+    (tied,) = (masked <= best * (1.0 + TIE) + TIE_S).nonzero()
+    if len(tied) == 1:
+        return int(tied[0])
+    return int(tied[np.lexsort((tied, board.last_chosen[tied], board.load[tied]))[0]])
+
+
+def step_at(worker: Worker, row: int, board: Board, prompt: Prompt, after_s: float) -> tuple[float, int]:
+    """Step time of ``worker`` once this prompt joins ``after_s`` from now, and the context tokens it then reads.
+
+    Sequences that reach their last possible token before that have left; the others have grown.
+    """
+    a, b, c = (float(x) for x in board.step_fit[:, row])
+    batch, context = int(board.batch[row]), int(board.context[row])
+    step = max(a + b * batch + c * context, 1e-6)
+    steps = int(after_s / step)
+    left = [attempt for attempt in worker.attempts if attempt.remaining_tokens <= steps]
+    batch -= len(left)
+    context += batch * steps - sum(attempt.prompt_tokens for attempt in left)
+    context += prompt.tokens
+    return a + b * (batch + 1) + c * context, context
+
+
+def segments(prompt: Prompt, own: int, local: int, far: int, node: NodeId, source: NodeId | None) -> tuple[Segment, ...]:
+    """Blocks ``[0, own)`` from device pages, ``[own, local)`` from ``node``, ``[local, far)`` from ``source``, then compute."""
+    parts = (
+        (own, Source.REUSE, None),
+        (local, Source.FETCH, node),
+        (far, Source.FETCH, source),
+        (prompt.blocks, Source.RECOMPUTE, None),
+    )
+    out: list[Segment] = []
+    first = 0
+    for end, kind, where in parts:
+        if end > first:
+            out.append(Segment(first, end - first, kind, where))
+            first = end
+    return tuple(out)
