@@ -60,6 +60,8 @@ class TimingConfig(_Values):
     max_attempts: int = Field(3, ge=1)
     queue_limit: int = Field(256, ge=1, description="bound of every request queue")
     landing_age_ms: int = Field(1_000, ge=1, description="a skipped job gains this much seniority per skip")
+    place_timeout_ms: int = Field(1_000, ge=10, description="one conductor's time to answer; then the next is asked")
+    conductor_wait_ms: int = Field(10_000, ge=0, description="a request waits this long for any conductor, then gets 503")
 
 
 class GatewayConfig(_Values):
@@ -68,6 +70,7 @@ class GatewayConfig(_Values):
     max_body_bytes: int = Field(8 * MIB, ge=1_024)
     ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of requests that carry none; 0: none")
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target; 0: none")
+    drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
 
 
 class NodeConfig(_Values):

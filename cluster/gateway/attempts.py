@@ -1,0 +1,126 @@
+"""One request from placement to its last id, over as many attempts as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import pairwise
+
+from moonpool.cluster.gateway.conductors import Conductors
+from moonpool.cluster.gateway.decode_client import DecodeStreams
+from moonpool.cluster.gateway.ledger import Ledger
+from moonpool.core.errors import AttemptFailed, MoonpoolError, NoPath, Reason
+from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.placement import Finished, Placement
+from moonpool.core.request import Emission
+
+_BUSY_PAUSE_S = 0.2  # before asking again peers that said Busy, when nobody else is left
+
+
+class Attempts:
+    """Iterate ``emissions`` under ``contextlib.aclosing``: leaving it cancels the attempt and reports it.
+
+    ``stopped`` tells it that the answer ended by a stop string: an end, not a cancellation.
+    """
+
+    def __init__(self, ledger: Ledger, lifetime: Lifetime, conductors: Conductors, streams: DecodeStreams) -> None:
+        self._ledger = ledger
+        self._lifetime = lifetime
+        self._conductors = conductors
+        self._streams = streams
+        self._now = asyncio.get_running_loop().time
+        self.stopped = False
+
+    async def emissions(self) -> AsyncGenerator[Emission, None]:
+        """Accepted emissions in order, across attempts, until the one with ``finish``.
+
+        Raises the error that ends the request: a refusal, a failure no further attempt may mend, DeadlinePassed.
+        """
+        ledger = self._ledger
+        while ledger.finish is None:
+            ledger.next_attempt(self._now())
+            try:
+                asked = self._now()
+                placement, conductor = await self._conductors.place(ledger.place_request(), deadline=ledger.deadline)
+                self._lifetime.stamp(Instant.PLACED, self._now())
+                trial = _Trial(self, placement, conductor, asked)
+                async with aclosing(trial.emissions()) as accepted:
+                    async for emission in accepted:
+                        yield emission
+            except NoPath as e:
+                ledger.no_path(e)
+                await asyncio.sleep(_BUSY_PAUSE_S)
+            except AttemptFailed as e:
+                ledger.failed(e)
+
+
+class _Trial:
+    """One attempt: what was measured in it, and its report to the conductor that placed it."""
+
+    def __init__(self, of: Attempts, placement: Placement, conductor: str, asked: float) -> None:
+        self._of = of
+        self._ledger = of._ledger
+        self._placement = placement
+        self._conductor = conductor
+        self._asked = asked
+        self._arrivals: list[float] = []
+        self._cached = 0
+
+    async def emissions(self) -> AsyncGenerator[Emission, None]:
+        outcome = Reason.CANCELLED.value
+        try:
+            stream = self._of._streams.to(self._placement.decode)
+            attempt = self._ledger.attempt(self._of._now())
+            async with aclosing(stream.run(attempt, self._placement)) as run:
+                self._of._lifetime.stamp(Instant.ADMITTED, self._of._now())
+                async for emission in self._until_deadline(run):
+                    if self._ledger.accept(emission):
+                        self._note(emission)
+                        yield emission
+            outcome = "ok"
+        except MoonpoolError as e:
+            outcome = e.reason.value
+            raise
+        finally:
+            self._report("ok" if self._of.stopped else outcome)
+
+    async def _until_deadline(self, run: AsyncGenerator[Emission, None]) -> AsyncGenerator[Emission, None]:
+        while True:
+            try:
+                async with asyncio.timeout_at(self._ledger.deadline):
+                    emission = await anext(run)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise self._ledger.out_of_time() from None
+            yield emission
+
+    def _note(self, emission: Emission) -> None:
+        now = self._of._now()
+        if emission.sampled is not None:
+            self._of._lifetime.stamp(Instant.FIRST_TOKEN, now)
+            self._arrivals.append(now)
+        if len(self._arrivals) == 1:
+            self._cached = emission.cached_tokens
+
+    def _report(self, outcome: str) -> None:
+        arrivals = self._arrivals
+        finished = Finished(
+            request=self._ledger.request.id,
+            attempt=self._ledger.number,
+            booking=self._placement.booking,
+            ttft_ms=(arrivals[0] - self._asked) * 1000 if arrivals else 0.0,
+            tbt_ms=slowest_tenth(arrivals) * 1000,
+            output_tokens=len(arrivals),
+            cached_tokens=self._cached,
+            outcome=outcome,
+        )
+        self._of._conductors.tell(self._conductor, finished)
+
+
+def slowest_tenth(arrivals: list[float]) -> float:
+    """TBT of one answer in seconds: the mean of the slowest tenth of its gaps (at least one); 0 without gaps."""
+    gaps = sorted((b - a for a, b in pairwise(arrivals)), reverse=True)
+    worst = gaps[: max(1, len(gaps) // 10)]
+    return sum(worst) / len(worst) if worst else 0.0

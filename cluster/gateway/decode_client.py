@@ -1,0 +1,172 @@
+"""The gateway's side of the token streams: one multiplexed stream to each life of each decode worker.
+
+A broken stream, or a worker that membership calls silent or gone, fails every attempt on it at once with PeerSilent;
+the next attempt placed there opens a new stream. An attempt's queue is bounded by its own ``max_tokens``: the worker
+sends at most one emission per output id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+
+import grpc
+import grpc.aio
+
+from moonpool.core.errors import Failure, MoonpoolError, PeerSilent, Reason
+from moonpool.core.ids import Incarnation, MemberId, RequestId
+from moonpool.core.membership import Liveness, MemberChange, Peers
+from moonpool.core.placement import Placement, WorkerRef
+from moonpool.core.request import Attempt, Emission
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
+
+MAX_MESSAGE_BYTES = 64 << 20
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),  # a new life behind an old address gets a new connection
+)
+_OUT_LIMIT = 1_024  # messages waiting to be written to one worker
+
+
+class DecodeStream:
+    """One open ``Tokens`` call. Ends once: by ``fail`` or by ``close``."""
+
+    def __init__(self, worker: WorkerRef) -> None:
+        self.worker = worker
+        self.broken: PeerSilent | None = None
+        self._channel = grpc.aio.insecure_channel(worker.address, options=_OPTIONS)
+        self._call = pb.decode_rpc.DecodeStub(self._channel).Tokens()
+        self._out: asyncio.Queue[pb.decode.GatewayMessage] = asyncio.Queue(_OUT_LIMIT)
+        self._attempts: dict[tuple[str, int], asyncio.Queue[Emission]] = {}
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    async def run(self, attempt: Attempt, placement: Placement) -> AsyncGenerator[Emission, None]:
+        """Emissions of ``attempt`` until its last one; leaving early cancels it. Never waits for the worker to clean up."""
+        key = (attempt.request.id, attempt.number)
+        if self.broken is not None:
+            raise self.broken
+        queue = self._attempts[key] = asyncio.Queue()
+        ended = False
+        start = pb.decode.Start(
+            attempt=to_wire(attempt, pb.types.Attempt()), placement=to_wire(placement, pb.types.Placement())
+        )
+        try:
+            await self._out.put(pb.decode.GatewayMessage(start=start))
+            while not ended:
+                emission = await queue.get()
+                ended = emission.finish is not None or emission.error is not None
+                yield emission
+        finally:
+            del self._attempts[key]
+            if not ended:
+                self._cancel(*key)
+
+    def _cancel(self, request: str, attempt: int) -> None:
+        message = pb.decode.GatewayMessage(cancel=pb.decode.CancelAttempt(request=request, attempt=attempt))
+        try:
+            if self.broken is None:
+                self._out.put_nowait(message)
+        except asyncio.QueueFull:
+            self.fail(f"{self.worker.id}: reads nothing from its token stream")  # breaking the stream cancels all of it
+
+    async def _read(self) -> None:
+        try:
+            async for step in self._call:
+                for message in step.emissions:
+                    self._deliver(message)
+            self.fail(f"{self.worker.id}: closed its token stream")
+        except grpc.aio.AioRpcError as e:
+            self.fail(f"{self.worker.id}: token stream broke ({e.code().name.lower()}: {e.details()})")
+
+    def _deliver(self, message: pb.decode.Emission) -> None:
+        queue = self._attempts.get((message.request, message.attempt))
+        if queue is None:
+            return  # of an attempt that was left: late, and ignored
+        try:
+            emission = from_wire(message, Emission)
+        except MoonpoolError as e:
+            failure = Failure(Reason.PEER_SILENT, f"{self.worker.id}: malformed emission: {e.message}", self.worker.id)
+            emission = Emission(RequestId(message.request), message.attempt, message.position, error=failure)
+        queue.put_nowait(emission)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._call.write(await self._out.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
+            self.fail(f"{self.worker.id}: token stream broke ({type(e).__name__})")
+
+    def fail(self, why: str) -> None:
+        """Every attempt on this stream fails with PeerSilent, now."""
+        if self.broken is not None:
+            return
+        self.broken = PeerSilent(why, peer=self.worker.id)
+        failure = Failure.of(self.broken)
+        for (request, attempt), queue in self._attempts.items():
+            queue.put_nowait(Emission(RequestId(request), attempt, 0, error=failure))
+        self._call.cancel()
+
+    async def close(self) -> None:
+        self.fail("gateway: leaving")
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._channel.close()
+
+
+class DecodeStreams:
+    """The streams of one gateway, by worker and life; opened on first use."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._streams: dict[tuple[MemberId, Incarnation], DecodeStream] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._unsubscribe = peers.subscribe(self._on_change)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def to(self, worker: WorkerRef) -> DecodeStream:
+        """The stream to this life of ``worker``; PeerSilent where membership knows better than the placement."""
+        change = self._peers.get(worker.id)
+        if change is not None and change.member.incarnation >= worker.incarnation:
+            if change.liveness is not Liveness.LIVE:
+                raise PeerSilent(f"{worker.id}: {change.liveness} ({change.proof})", peer=worker.id)
+            if change.member.incarnation > worker.incarnation:
+                raise PeerSilent(f"{worker.id}: restarted since it was placed", peer=None)
+        key = (worker.id, worker.incarnation)
+        stream = self._streams.get(key)
+        if stream is not None and stream.broken is not None:
+            self._drop(key)
+            stream = None
+        if stream is None:
+            stream = self._streams[key] = DecodeStream(worker)
+        return stream
+
+    def _on_change(self, change: MemberChange) -> None:
+        for key, stream in list(self._streams.items()):
+            member, life = key
+            if member != change.member.id:
+                continue
+            if change.member.incarnation > life:
+                stream.fail(f"{member}: replaced by a newer process")
+            elif change.member.incarnation == life and change.liveness is not Liveness.LIVE:
+                stream.fail(f"{member}: {change.liveness} ({change.proof})")
+            if stream.broken is not None:
+                self._drop(key)
+
+    def _drop(self, key: tuple[MemberId, Incarnation]) -> None:
+        task = asyncio.create_task(self._streams.pop(key).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        self._unsubscribe()
+        for key in list(self._streams):
+            self._drop(key)
+        await asyncio.gather(*self._closing)

@@ -1,0 +1,183 @@
+"""The generating endpoints: one visit is one HTTP request, admitted, answered or refused, and left exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.cluster.gateway.answers import Stream, whole
+from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
+from moonpool.cluster.gateway.detokenise import Detokeniser
+from moonpool.cluster.gateway.generation import Generation
+from moonpool.cluster.gateway.http import EventStream, error_response, json_response, read_body, unless_left
+from moonpool.cluster.gateway.intake import Intake
+from moonpool.cluster.gateway.metrics import Metrics
+from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Names, Shape
+from moonpool.cluster.gateway.tokenizer import TokenTable
+from moonpool.core.config import Config
+from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, Overloaded
+from moonpool.core.lifetime import Instant, Lifetime
+
+ID_HEADER = "x-moonpool-request-id"
+CLIENT_ID_HEADER = "x-request-id"
+_MAX_CLIENT_ID = 512
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Visit:
+    """``id`` is ours: two clients may send the same id of theirs, which is only echoed."""
+
+    id: str
+    endpoint: str
+    headers: dict[str, str] = field(default_factory=dict)
+    lifetime: Lifetime = field(default_factory=Lifetime)
+    outcome: str = "cancelled"
+    held: int = 0  # choices counted as in flight
+    generation: Generation | None = None
+    left: bool = False
+
+
+class Endpoints:
+    def __init__(self, config: Config, intake: Intake, tokens: TokenTable, metrics: Metrics) -> None:
+        self._config = config
+        self._intake = intake
+        self._tokens = tokens
+        self._metrics = metrics
+        self._now = asyncio.get_running_loop().time
+        self._visits: dict[str, Visit] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.leaving = False  # nothing new is admitted
+        self.in_flight = 0  # choices, queued or running
+
+    async def answer(self, request: Request, endpoint: str, parse: Callable[[bytes], SamplingBody]) -> Response:
+        visit = self._arrive(request, endpoint)
+        try:
+            return await self._answer(request, visit, parse)
+        except MoonpoolError as e:
+            return self._failed(visit, e)
+        except asyncio.CancelledError:
+            self._leave(visit)
+            raise
+        except Exception as e:  # noqa: BLE001  a defect is this request's 500, never the gateway's end
+            _log.exception("request failed", request=visit.id)
+            return self._failed(visit, Bug(f"gateway: {type(e).__name__}; see request {visit.id} in the gateway's log"))
+
+    def _arrive(self, request: Request, endpoint: str) -> Visit:
+        visit = Visit(f"req-{secrets.token_hex(12)}", endpoint)
+        visit.lifetime.stamp(Instant.ARRIVED, self._now())
+        theirs = request.headers.get(CLIENT_ID_HEADER, visit.id)
+        visit.headers[ID_HEADER] = visit.id
+        if len(theirs) <= _MAX_CLIENT_ID and theirs.isascii() and theirs.isprintable():
+            visit.headers[CLIENT_ID_HEADER] = theirs
+        self._visits[visit.id] = visit
+        self._empty.clear()
+        return visit
+
+    async def _answer(self, request: Request, visit: Visit, parse: Callable[[bytes], SamplingBody]) -> Response:
+        config = self._config
+        raw = await read_body(request, config.gateway.max_body_bytes, config.timing.request_budget_ms / 1000)
+        body = parse(raw)
+        self._intake.check_model(body.model)
+        self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1)
+        making = self._intake.generation(visit.id, body, request.headers, visit.lifetime)
+        visit.generation = await unless_left(request, making)
+        shape = self._shape(visit, visit.generation, body)
+        if body.stream:
+            return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
+        value = await unless_left(request, whole(visit.generation, shape))
+        visit.outcome = "ok"
+        self._leave(visit)
+        return json_response(value, headers=visit.headers)
+
+    async def _stream(
+        self, request: Request, visit: Visit, generation: Generation, shape: Shape, options: StreamOptions
+    ) -> Response:
+        def ended(outcome: str) -> None:
+            visit.outcome = outcome
+
+        stream = Stream(generation, shape, options, ended)
+        await unless_left(request, stream.begin())
+        return EventStream(stream.events(), headers=visit.headers, done=lambda: self._leave(visit))
+
+    def _admit(self, visit: Visit, choices: int) -> None:
+        """Count ``choices`` as in flight until the visit leaves."""
+        limit = self._config.timing.queue_limit
+        if choices > limit:
+            raise InvalidRequest(f"prompt: {choices} prompts in one request; give at most {limit}", param="prompt")
+        if self.leaving:
+            raise NoPath("gateway: leaving; ask another one, or try again", retry_after_s=RETRY_AFTER_S)
+        if self.in_flight + choices > limit:
+            raise Overloaded(
+                f"gateway: {self.in_flight} of {limit} requests in flight (timing.queue_limit); try again later",
+                retry_after_s=1.0,
+            )
+        visit.held = choices
+        self.in_flight += choices
+        self._metrics.in_flight.set(self.in_flight)
+
+    def _failed(self, visit: Visit, error: MoonpoolError) -> Response:
+        visit.outcome = error.reason.value
+        visit.lifetime.stamp(Instant.REFUSED, self._now())
+        self._leave(visit)
+        response = error_response(error)
+        response.headers.update(visit.headers)
+        return response
+
+    def _leave(self, visit: Visit) -> None:
+        """The one exit of answered, refused, failed and cancelled requests; later calls do nothing."""
+        if visit.left:
+            return
+        visit.left = True
+        del self._visits[visit.id]
+        if not self._visits:
+            self._empty.set()
+        self.in_flight -= visit.held
+        self._metrics.in_flight.set(self.in_flight)
+        self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
+        for run in visit.generation.runs if visit.generation is not None else ():
+            self._metrics.count(run.usage, run.ledger.number)
+            if visit.outcome == "ok":
+                self._metrics.finished(run.lifetime, run.choice.tokens)
+
+    def _shape(self, visit: Visit, generation: Generation, body: SamplingBody) -> Shape:
+        model, created, names = self._config.model_name, int(time.time()), Names(self._tokens.name_bytes)
+        logprobs = body.alternatives is not None
+        if isinstance(body, ChatBody):
+            return ChatShape(id=visit.id, model=model, created=created, names=names, logprobs=logprobs)
+        echoed = self._echoed(generation, body) if isinstance(body, CompletionBody) and body.echo else None
+        return CompletionShape(id=visit.id, model=model, created=created, names=names, logprobs=logprobs, echoed=echoed)
+
+    def _echoed(self, generation: Generation, body: CompletionBody) -> list[str]:
+        """Each choice's prompt as text: as it was sent, or decoded from the ids that were sent."""
+        texts = []
+        for prompt, run in zip(body.prompts, generation.runs, strict=True):
+            if isinstance(prompt, str):
+                texts.append(prompt)
+                continue
+            detokeniser = Detokeniser(self._tokens.text_bytes)
+            texts.append("".join(map(detokeniser.push, run.ledger.request.prompt)) + detokeniser.finish())
+        return texts
+
+    async def drain(self, seconds: float) -> None:
+        """Wait until every visit has left, at most ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+
+    def end_all(self, error: MoonpoolError) -> None:
+        """Every generation still running ends with ``error``."""
+        for visit in self._visits.values():
+            if visit.generation is not None:
+                visit.generation.end(error)

@@ -1,0 +1,40 @@
+"""What the gateway must know of the model besides its tokenizer: read from config.json, no weights, no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moonpool.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    max_context: int  # tokens of prompt and output together
+    vocab_size: int  # rows of the embedding: ids below it are valid
+
+
+def read_facts(model_dir: Path, *, max_context: int) -> ModelFacts:
+    """``max_context`` is the configured limit; 0: the model's own. ConfigError where the directory does not say."""
+    path = model_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"model.path: cannot read {path}: {e}; give a Hugging Face model directory", param="model.path"
+        ) from e
+    text = raw.get("text_config", raw)  # multimodal models nest their language model
+    own = _number(text, "max_position_embeddings", "n_positions", "max_seq_len")
+    vocab = _number(text, "vocab_size")
+    if not vocab or not (own or max_context):
+        raise ConfigError(
+            f"model.path: {path} names no vocab_size or no context length; set model.max_context", param="model.path"
+        )
+    limit = min(own, max_context) if own and max_context else own or max_context
+    return ModelFacts(max_context=limit, vocab_size=vocab)
+
+
+def _number(values: dict[str, Any], *names: str) -> int:
+    return next((int(values[n]) for n in names if isinstance(values.get(n), int)), 0)

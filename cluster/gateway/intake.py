@@ -1,0 +1,135 @@
+"""From a request body to the runs that will answer it, or to the error that says what does not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Mapping
+
+from moonpool.cluster.gateway.attempts import Attempts
+from moonpool.cluster.gateway.bodies import ChatBody, SamplingBody
+from moonpool.cluster.gateway.choice import Choice
+from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
+from moonpool.cluster.gateway.decode_client import DecodeStreams
+from moonpool.cluster.gateway.detokenise import Detokeniser
+from moonpool.cluster.gateway.generation import Generation, Run
+from moonpool.cluster.gateway.ledger import Ledger
+from moonpool.cluster.gateway.limits import output_tokens
+from moonpool.cluster.gateway.prompts import Prompt, Prompts
+from moonpool.cluster.gateway.roster import Roster
+from moonpool.core.config import Config
+from moonpool.core.errors import InvalidRequest, NoPath, UnknownModel
+from moonpool.core.ids import RequestId
+from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.request import Request, SamplingParams, Targets
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may fill the context
+TTFT_HEADER = "x-ttft-target-ms"
+TBT_HEADER = "x-tbt-target-ms"
+
+
+class Intake:
+    def __init__(
+        self, config: Config, prompts: Prompts, roster: Roster, conductors: Conductors, streams: DecodeStreams
+    ) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._roster = roster
+        self._conductors = conductors
+        self._streams = streams
+        self._now = asyncio.get_running_loop().time
+
+    def check_model(self, model: str) -> None:
+        served = self._config.model_name
+        if model != served:
+            raise UnknownModel(f"model: {model[:100]!r} is not served here; use {served!r}", param="model")
+
+    async def generation(self, id: str, body: SamplingBody, headers: Mapping[str, str], lifetime: Lifetime) -> Generation:
+        """The runs of one HTTP request, not yet started. ``id`` names it; several choices get numbered names."""
+        targets = self._targets(headers)
+        named = self._roster.hasher()
+        prompts = await self._prompts.of(body, named[0] if named else None)
+        lifetime.stamp(Instant.TOKENISED, self._now())
+        params = [self._sampling(body, self._output_tokens(body, prompt)) for prompt in prompts]
+        if named is None:
+            missing = ", ".join(self._roster.missing()) or "worker"
+            raise NoPath(f"cluster: no live {missing}; start one, or try again later", retry_after_s=RETRY_AFTER_S)
+        runs = []
+        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
+            request = Request(name, prompt.ids, sampling, named[1], prompt.keys, targets)
+            runs.append(self._run(request, body, Lifetime(dict(lifetime.at))))
+        return Generation(runs, self._now)
+
+    def _targets(self, headers: Mapping[str, str]) -> Targets:
+        gateway = self._config.gateway
+        return Targets(
+            ttft_ms=_target(headers, TTFT_HEADER, gateway.ttft_target_ms),
+            tbt_ms=_target(headers, TBT_HEADER, gateway.tbt_target_ms),
+        )
+
+    def _output_tokens(self, body: SamplingBody, prompt: Prompt) -> int:
+        chat = isinstance(body, ChatBody)
+        length = output_tokens(
+            self._roster.limits(),
+            len(prompt.ids),
+            body.wanted_tokens,
+            default=None if chat else DEFAULT_COMPLETION_TOKENS,
+            prompt_field="messages" if chat else "prompt",
+            tokens_field=body.tokens_field,
+        )
+        if body.min_tokens > length:
+            raise InvalidRequest(
+                f"min_tokens: {body.min_tokens} is above the {length} output tokens of this request; lower it, or set "
+                f"{body.tokens_field}",
+                param="min_tokens",
+            )
+        return length
+
+    def _sampling(self, body: SamplingBody, max_tokens: int) -> SamplingParams:
+        size = self._prompts.vocab_size
+        bad = [i for i in body.stop_token_ids if i >= size]
+        if bad:
+            raise InvalidRequest(
+                f"stop_token_ids: {bad[0]} is out of range; this model's ids are 0 to {size - 1}", param="stop_token_ids"
+            )
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(0, body.top_k),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 64),
+            stop_token_ids=tuple(body.stop_token_ids),
+            ignore_eos=body.ignore_eos,
+            min_tokens=body.min_tokens,
+            logprobs=body.alternatives,
+        )
+
+    def _run(self, request: Request, body: SamplingBody, lifetime: Lifetime) -> Run:
+        timing = self._config.timing
+        ledger = Ledger(
+            request,
+            started=lifetime.at[Instant.ARRIVED],
+            budget_ms=timing.request_budget_ms,
+            max_attempts=timing.max_attempts,
+            life_of=self._roster.life_of,
+        )
+        detokeniser = Detokeniser(self._prompts.tokenizer.tokens.text_bytes, request.prompt)
+        choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens)
+        return Run(ledger, choice, lifetime, Attempts(ledger, lifetime, self._conductors, self._streams))
+
+
+def _target(headers: Mapping[str, str], name: str, default: float) -> float | None:
+    """Milliseconds from a header, else from the configuration; 0 means none."""
+    raw = headers.get(name)
+    try:
+        value = default if raw is None else float(raw)
+    except ValueError:
+        value = math.nan
+    if not (0 <= value < math.inf):
+        raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for no target", param=name)
+    return value or None

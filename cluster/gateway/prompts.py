@@ -1,0 +1,77 @@
+"""Prompts of a request body to token ids and block keys: short ones at once, long ones in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, SamplingBody
+from moonpool.cluster.gateway.tokenizer import Tokenizer
+from moonpool.core.blocks import BlockHasher
+from moonpool.core.errors import InvalidRequest
+
+INLINE_CHARS = 4_096  # about a millisecond of tokenising: less than the hand-over to a thread can cost under load
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+class Prompts:
+    """Two tokenizers, because one is not safe in two threads: the event loop's, and the thread's."""
+
+    def __init__(self, tokenizer: Tokenizer, aside: Tokenizer, thread: ThreadPoolExecutor, *, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self._aside = aside
+        self._thread = thread
+
+    @classmethod
+    async def load(cls, model_dir: Path, *, vocab_size: int) -> Prompts:
+        """``vocab_size``: ids below it are valid. Loading takes about two seconds, off the event loop."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="gateway-tokenizer")
+        loop = asyncio.get_running_loop()
+        try:
+            tokenizers = [await loop.run_in_executor(thread, Tokenizer.load, model_dir) for _ in range(2)]
+        except BaseException:
+            thread.shutdown()
+            raise
+        return cls(tokenizers[0], tokenizers[1], thread, vocab_size=vocab_size)
+
+    async def of(self, body: SamplingBody, hasher: BlockHasher | None) -> list[Prompt]:
+        """One entry per choice; without ``hasher`` there are no keys."""
+        if _characters(body) <= INLINE_CHARS:
+            return self._encode(self.tokenizer, body, hasher)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._encode, self._aside, body, hasher)
+
+    def _encode(self, tokenizer: Tokenizer, body: SamplingBody, hasher: BlockHasher | None) -> list[Prompt]:
+        return [Prompt(tuple(ids), tuple(hasher.keys(ids)) if hasher else ()) for ids in self._ids(tokenizer, body)]
+
+    def _ids(self, tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
+        if isinstance(body, ChatBody):
+            return [tokenizer.encode_chat([m.for_template() for m in body.messages])]
+        if not isinstance(body, CompletionBody):
+            raise TypeError(f"no prompt in {type(body).__name__}")
+        return [tokenizer.encode(one) if isinstance(one, str) else self._checked(one) for one in body.prompts]
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if max(ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"prompt: token id {max(ids)} is out of range; this model's ids are 0 to {self.vocab_size - 1}", param="prompt"
+            )
+        return ids
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _characters(body: SamplingBody) -> int:
+    """Size of the work: characters of text, ids where the prompt is ids already."""
+    if isinstance(body, ChatBody):
+        return sum(len(m.text) for m in body.messages)
+    return sum(len(one) for one in body.prompts) if isinstance(body, CompletionBody) else 0

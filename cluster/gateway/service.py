@@ -1,0 +1,145 @@
+"""The gateway process's service: HTTP in front, conductors and decode workers behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from moonpool.cluster.gateway.app import build_app
+from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
+from moonpool.cluster.gateway.decode_client import DecodeStreams
+from moonpool.cluster.gateway.endpoints import Endpoints
+from moonpool.cluster.gateway.facts import read_facts
+from moonpool.cluster.gateway.intake import Intake
+from moonpool.cluster.gateway.metrics import Metrics
+from moonpool.cluster.gateway.prompts import Prompts
+from moonpool.cluster.gateway.roster import Roster
+from moonpool.core.config import Config, GatewayConfig
+from moonpool.core.errors import ConfigError, NoPath
+from moonpool.core.membership import Member, Peers, WorkerReport
+
+_KEEP_ALIVE_S = 75  # idle connections of clients
+_BACKLOG = 2_048
+_LAST_WORDS_S = 2  # for error events to reach their clients once generations were ended
+
+
+class _Server(uvicorn.Server):
+    """Runs in our loop; signals belong to the process shell."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Gateway:
+    """Implements ``core.membership.Service``. Build it with ``start``."""
+
+    def __init__(
+        self,
+        config: Config,
+        server: _Server,
+        listener: socket.socket,
+        endpoints: Endpoints,
+        conductors: Conductors,
+        streams: DecodeStreams,
+        prompts: Prompts,
+    ) -> None:
+        self._config = config
+        self._server = server
+        self._endpoints = endpoints
+        self._conductors = conductors
+        self._streams = streams
+        self._prompts = prompts
+        self.url = f"http://{config.gateway.host}:{listener.getsockname()[1]}"
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+    @classmethod
+    async def start(cls, config: Config, member: Member, peers: Peers, hash_key: bytes, model_dir: Path) -> Gateway:
+        """Serving when it returns. ConfigError: the port is taken, or the model directory lacks what a gateway needs."""
+        listener = _listen(config.gateway)
+        try:
+            facts = read_facts(model_dir, max_context=config.model.max_context)
+            prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size)
+        except BaseException:
+            listener.close()
+            raise
+        conductors, streams = Conductors(peers, config.timing), DecodeStreams(peers)
+        roster, metrics = Roster(peers, hash_key, facts.max_context), Metrics()
+        intake = Intake(config, prompts, roster, conductors, streams)
+        endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics)
+        app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.text)
+        settings = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        gateway = cls(config, _Server(settings), listener, endpoints, conductors, streams, prompts)
+        await gateway._server.listening.wait()
+        return gateway
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "requests_in_flight": float(self._endpoints.in_flight),
+            "decode_streams": float(len(self._streams)),
+            "placing": float(self._conductors.waiting),
+            "connections": float(len(self._server.server_state.connections)),
+        }
+
+    def words(self) -> dict[str, str]:
+        return {"url": self.url, "model": self._config.model_name}
+
+    def report(self) -> WorkerReport | None:
+        return None
+
+    async def close(self) -> None:
+        """Refuse new requests, let running ones finish for ``gateway.drain_ms``, end the rest with an error, then go."""
+        self._endpoints.leaving = True
+        await self._endpoints.drain(self._config.gateway.drain_ms / 1000)
+        self._endpoints.end_all(NoPath("gateway: leaving; ask again", retry_after_s=RETRY_AFTER_S))
+        self._server.should_exit = True
+        await self._serving
+        await self._streams.close()
+        await self._conductors.close()
+        self._prompts.close()
+
+
+def _listen(gateway: GatewayConfig) -> socket.socket:
+    """Bound here, not by the server, so that a busy port is our error and port 0 has a number at once."""
+    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((gateway.host, gateway.port))
+    except OSError as e:
+        listener.close()
+        if e.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"gateway.port: {gateway.port} is taken on {gateway.host}; stop what listens there or set another gateway.port",
+                param="gateway.port",
+            ) from e
+        raise ConfigError(
+            f"gateway.host: cannot bind {gateway.host}:{gateway.port}: {e.strerror}; set another gateway.host or gateway.port",
+            param="gateway.host",
+        ) from e
+    listener.setblocking(False)
+    return listener
