@@ -49,9 +49,11 @@ class ProcessLauncher:
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
+    async def open(self) -> None:
+        (self._state.path / "specs").mkdir(exist_ok=True)
+
     async def start(self, spec: RoleSpec) -> None:
         file = self._state.path / "specs" / f"{spec.member}.json"
-        file.parent.mkdir(exist_ok=True)
         file.write_text(spec.to_json(), encoding="utf-8")
         self._keepers[spec.member] = asyncio.create_task(self._keep(spec, file), name=f"keep-{spec.member}")
 

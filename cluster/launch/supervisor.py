@@ -29,6 +29,9 @@ READY_S = 60.0
 
 
 class Launcher(Protocol):
+    async def open(self) -> None:
+        """Called once, before anything else runs in this process that does not like its forks (gRPC). MoonpoolError."""
+
     async def start(self, spec: RoleSpec) -> None:
         """Starts one process and keeps it running; returns before it is ready. MoonpoolError where it cannot start."""
 
@@ -55,6 +58,7 @@ class Supervisor:
     async def start(self, model_dir: Path) -> list[Member]:
         """Everything up and answering; returns the members. The first failure of any process is raised as its one line."""
         began = time.monotonic()
+        await self._launcher.open()
         address = await self._open_registry()
         state = ClusterState(ProcessRecord.of(os.getpid()), self._config.cluster.name, self._config.cluster.launcher, address)
         self._state.write(state)

@@ -53,6 +53,7 @@ class House:
         self.peers = Membership(address, self.config.timing, lambda why: None)
         self.peers.subscribe(lambda c: self.lives.append((c.member.pid, c.liveness.value, c.proof)))
         self.deaths = DeathWatch(self.peers)
+        await self.launcher.open()
         await self.launcher.start(RoleSpec(NAME, Role.CONDUCTOR, NodeId("a"), self.config, address, Path("none")))
 
     async def live_one(self, *, other_than: int = 0) -> Member:

@@ -1,0 +1,50 @@
+"""What runs inside a Ray actor's process: one role's shell. Ray calls it for control only, never with tokens or KV."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from moonpool.cluster.process import EXIT_BAD_START, Make, Process
+from moonpool.cluster.spec import RoleSpec
+from moonpool.core.errors import MoonpoolError
+
+KEPT_LINES = 256
+
+
+class RoleActor:
+    """``run`` is the life of the process's role. A restarted actor is a new object that has to be run again."""
+
+    def __init__(self, spec: str, make: Make) -> None:
+        self._spec = RoleSpec.from_json(spec)
+        self._make = make
+        self._process: Process | None = None
+        self._lines: asyncio.Queue[str] = asyncio.Queue(KEPT_LINES)
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def run(self) -> tuple[int, str]:
+        """Starts the role and stays until it is stopped: (exit code, why it could not start)."""
+        process = self._process = Process(self._spec, self._make, self._say)
+        try:
+            await process.start()
+        except MoonpoolError as e:
+            await process.close()
+            return EXIT_BAD_START, e.message
+        code = await process.ended()
+        await process.close()
+        return code, ""
+
+    async def stop(self) -> None:
+        if self._process:
+            self._process.stop()
+
+    async def next_line(self) -> str:
+        """The next progress line, as soon as there is one."""
+        return await self._lines.get()
+
+    def _say(self, line: str) -> None:
+        if self._lines.full():
+            self._lines.get_nowait()
+        self._lines.put_nowait(line)
