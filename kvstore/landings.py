@@ -144,20 +144,25 @@ class Landings:
         self._held.counted["slices_repeated"] += len(notice.slices) - len(out)
         return out
 
-    def landed(self, landing: int, slot: int, layer: int, now: float) -> bool:
-        """A slice was verified. False (and nothing happens) where it landed before or its landing is over."""
+    def misses(self, landing: int, slot: int, layer: int) -> bool:
+        """Whether this slice may still land; one that landed before, or whose landing is over, is counted as late."""
         claim = self._claims.get(landing)
         target = None if claim is None or claim.fenced else claim.targets.get(slot)
-        if claim is None or target is None or not target.left >> layer & 1:
-            self._held.counted["slices_late"] += 1
-            return False
+        if target is not None and target.left >> layer & 1:
+            return True
+        self._held.counted["slices_late"] += 1
+        return False
+
+    def landed(self, landing: int, slot: int, layer: int, now: float) -> None:
+        """A slice that ``misses`` was verified and lies in its slot with its digest. The last layer seals a whole block."""
+        claim = self._claims[landing]
+        target = claim.targets[slot]
         target.left &= ~(1 << layer)
         target.bad &= target.left
         if not target.left:
             claim.incomplete -= 1
             if target.findable:
                 self._complete(target, now)
-        return True
 
     def rejected(self, landing: int, slot: int, layer: int) -> None:
         """A slice failed its digest: it stays missing, and its writer hears of it."""

@@ -209,12 +209,21 @@ class Pool:
             self._free(reservation, now)
         return broken
 
-    def endpoint_remade(self, now: float) -> int:
-        """Proof that no remote writer can write under what was fenced before. Returns how many landings that ended.
+    def lives(self) -> set[Life]:
+        """Everybody who may write here."""
+        writers = {claim.ask.writer for claim in self.landings if claim.writer_open}
+        return writers | {claim.writer for claim in self._reservations.values()}
+
+    def fenced_remote(self) -> frozenset[int]:
+        """Landings that wait for proof and that making the endpoint anew would prove: ask before it begins."""
+        return frozenset(c.landing.id for c in self.landings if c.fenced and c.writer_open and c.ask.remote)
+
+    def endpoint_remade(self, fenced: frozenset[int], now: float) -> int:
+        """Proof that no remote writer can write under what was ``fenced`` before. Returns how many landings that ended.
 
         Open landings go on: their writers connect again and push what is missing.
         """
-        proved = [c for c in self.landings if c.fenced and c.writer_open and c.ask.remote]
+        proved = [c for c in self.landings if c.landing.id in fenced and c.writer_open]
         for claim in proved:
             self.landings.writer_through(claim, now)
         return len(proved)

@@ -1,4 +1,5 @@
 """msgpack frames: push notices and block events. Two bytes of header (kind, version), then one validated value.
+Fixed struct frames: the hand-over of a process descriptor on a host's unix socket.
 
 Sizes are bounded before anything is decoded; unknown kinds and versions, wrong types and trailing bytes are
 InvalidRequest. Nothing here can run code.
@@ -6,6 +7,7 @@ InvalidRequest. Nothing here can run code.
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 from typing import TypeVar
 
@@ -83,3 +85,23 @@ def encode_snapshot(snapshot: IndexSnapshot) -> bytes:
 
 def decode_snapshot(frame: bytes) -> IndexSnapshot:
     return _decode(frame, Kind.SNAPSHOT, _snapshot, MAX_SNAPSHOT_BYTES)
+
+
+_HAND_OVER = struct.Struct("<4sHQ")  # magic, version, session
+_MAGIC = b"mpfd"
+HAND_OVER_BYTES = _HAND_OVER.size
+
+
+def encode_hand_over(session: int) -> bytes:
+    """Goes with one descriptor: "this is the process of your session ``session``"."""
+    return _HAND_OVER.pack(_MAGIC, VERSION, session)
+
+
+def decode_hand_over(frame: bytes) -> int:
+    """The session number."""
+    if len(frame) != HAND_OVER_BYTES:
+        raise InvalidRequest(f"frame: {len(frame)} bytes; a hand-over has {HAND_OVER_BYTES}")
+    magic, version, session = _HAND_OVER.unpack(frame)
+    if magic != _MAGIC or version != VERSION:
+        raise InvalidRequest(f"frame: {magic!r} version {version} is no hand-over of version {VERSION}")
+    return int(session)

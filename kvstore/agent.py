@@ -1,0 +1,220 @@
+"""The host's agent: it holds a pidfd of every local worker, proves deaths with them, and kills on demand.
+
+A worker sends its own pidfd over the node's unix socket (mode 0600, same user, one fixed frame). Whoever holds a pidfd
+can neither mistake a reused process number for the process nor miss its end. Where PID namespaces differ the descriptor
+still proves death, but the kernel refuses the signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from moonpool.core.errors import ConfigError, InvalidRequest, MoonpoolError, TransferFailed
+from moonpool.kvstore.claims import Life
+from moonpool.wire.frames import HAND_OVER_BYTES, decode_hand_over, encode_hand_over
+
+PATH_LIMIT = 107  # sockaddr_un holds 108 bytes, the last one zero
+HAND_OVER_S = 5.0
+BACKLOG = 64
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_OK = b"\1"
+log = structlog.get_logger(__name__)
+
+
+def socket_path(folder: Path, node: str) -> Path:
+    """Where the agent of ``node`` listens: in ``folder``, or in a private folder with a short name if that is too long."""
+    path = folder / f"{node}.agent.sock"
+    if len(os.fsencode(path)) <= PATH_LIMIT:
+        return path
+    short = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"moonpool-{os.geteuid()}" / f"{short}.sock"
+
+
+def _private_folder(folder: Path) -> None:
+    """Make ``folder``, or check that nobody but this user can put files into it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"cluster.state_dir: {folder} can be written by others; `chmod go-w` it or name another folder",
+            param="cluster.state_dir",
+        )
+
+
+class Agent:
+    """Event-loop only. ``whose`` names the life of a session (None: no such session); ``on_dead`` hears of proved deaths."""
+
+    def __init__(self, path: Path, whose: Callable[[int], Life | None], on_dead: Callable[[Life], None]) -> None:
+        self.path = path
+        self.refused = 0  # hand-overs that were malformed or came from somebody else
+        self._whose = whose
+        self._on_dead = on_dead
+        self._pidfds: dict[Life, int] = {}
+        self._callers: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._inode = 0
+
+    @property
+    def watched(self) -> int:
+        return len(self._pidfds)
+
+    def knows(self, life: Life) -> bool:
+        """Whether a pidfd of ``life`` is held: then only that proves its death."""
+        return life in self._pidfds
+
+    def lives(self) -> set[Life]:
+        return set(self._pidfds)
+
+    def forget(self, life: Life) -> None:
+        """Watch a life no longer: its process goes on as another life."""
+        pidfd = self._pidfds.pop(life, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def start(self) -> None:
+        """Listen. A socket left by an earlier life of this node is replaced."""
+        _private_folder(self.path.parent)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self.path.unlink(missing_ok=True)
+            listener.bind(str(self.path))
+            self.path.chmod(0o600)  # nobody can connect before listen()
+            self._inode = self.path.stat().st_ino
+            listener.listen(BACKLOG)
+        except OSError as e:
+            listener.close()
+            raise ConfigError(
+                f"cluster.state_dir: cannot listen on {self.path}: {e.strerror}", param="cluster.state_dir"
+            ) from e
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept)
+
+    def kill(self, life: Life) -> bool:
+        """SIGKILL. False where its pidfd is not held or the kernel refuses (it is in another PID namespace)."""
+        pidfd = self._pidfds.get(life)
+        if pidfd is None:
+            return False
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return True  # dead already: its pidfd is about to say so
+        except OSError as e:
+            log.warning("cannot_kill", member=life.member, error=str(e))
+            return False
+        return True
+
+    def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for caller in list(self._callers):
+            self._hang_up(caller)
+        for life in self.lives():
+            self.forget(life)
+        if self._listener is not None:
+            loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            with suppress(OSError):
+                if self.path.stat().st_ino == self._inode:  # else: a newer life listens there
+                    self.path.unlink()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            caller, _ = self._listener.accept()
+        except OSError:
+            return
+        caller.setblocking(False)
+        if len(self._callers) >= BACKLOG:
+            self.refused += 1
+            caller.close()
+            return
+        self._callers.add(caller)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(caller, self._receive, caller)
+        loop.call_later(HAND_OVER_S, self._hang_up, caller)
+
+    def _hang_up(self, caller: socket.socket) -> None:
+        if caller in self._callers:
+            self._callers.discard(caller)
+            asyncio.get_running_loop().remove_reader(caller)
+            caller.close()
+
+    def _receive(self, caller: socket.socket) -> None:
+        fds: list[int] = []
+        try:
+            frame, fds, _, _ = socket.recv_fds(caller, HAND_OVER_BYTES + 1, 4)
+            self._take(caller, frame, fds)
+            caller.send(_OK)
+        except BlockingIOError:
+            return
+        except (OSError, MoonpoolError) as e:
+            self.refused += 1
+            log.warning("hand_over_refused", error=str(e))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._hang_up(caller)
+
+    def _take(self, caller: socket.socket, frame: bytes, fds: list[int]) -> None:
+        """Watch the one descriptor in ``fds`` (taken out of the list) as the process of the session that ``frame`` names."""
+        pid, uid, _ = _CREDENTIALS.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
+            raise InvalidRequest(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+        life = self._whose(decode_hand_over(frame))
+        if life is None or len(fds) != 1:
+            raise InvalidRequest(f"process {pid}: {len(fds)} descriptors, session {'unknown' if life is None else 'known'}")
+        if _pid_of(fds[0]) != pid:
+            raise InvalidRequest(f"process {pid}: the descriptor is not its own pidfd")
+        if life in self._pidfds:
+            return  # a session made anew by the same process
+        self._pidfds[life] = fds.pop()
+        asyncio.get_running_loop().add_reader(self._pidfds[life], self._died, life)
+
+    def _died(self, life: Life) -> None:
+        self.forget(life)
+        self._on_dead(life)
+
+
+def _pid_of(fd: int) -> int | None:
+    """The process a pidfd stands for, in this PID namespace (0: it is in another one); None if ``fd`` is no pidfd."""
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(("anon_inode:[pidfd]", "pidfd:")):
+        return None
+    for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+        if line.startswith("Pid:"):
+            return int(line.split()[1])
+    return None
+
+
+def hand_over(path: str, session: int) -> None:
+    """A worker's side: send our own pidfd to the agent at ``path`` and wait for its answer. Blocks: call it in a thread.
+
+    TransferFailed where the agent refuses or does not answer; ConfigError where this system has no pidfds.
+    """
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError) as e:
+        raise ConfigError(f"this system has no process descriptors ({e}); Linux 5.3 or newer is needed") from e
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as agent:
+            agent.settimeout(HAND_OVER_S)
+            agent.connect(path)
+            socket.send_fds(agent, [encode_hand_over(session)], [pidfd])
+            if agent.recv(1) != _OK:
+                raise TransferFailed(f"the agent at {path} refused this process's descriptor")
+    except OSError as e:
+        raise TransferFailed(f"the agent at {path} cannot be reached: {e}") from e
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,213 @@
+"""Blocks from node to node: this node grants itself a landing for what it lacks, and the other one pushes into it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+
+from moonpool.core.errors import Busy, InvalidRequest, MoonpoolError
+from moonpool.core.ids import NodeId, RequestId
+from moonpool.core.landing import Landing, LandingSlot, SlotRef, Ticket
+from moonpool.core.membership import Member
+from moonpool.kvstore import slices
+from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.transfer.carrier import Endpoint
+from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
+from moonpool.wire.status import error_of
+
+if TYPE_CHECKING:
+    from moonpool.kvstore.node import StoreNode
+
+OURSELVES = 0  # the session number under which the node itself pins
+DRAIN_S = 5.0
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one push or fetch moved, and by which carrier (empty: nothing had to move)."""
+
+    bytes: int
+    carrier: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushOrder:
+    """Push slot ``source`` of our own regions into each landing slot of ``blocks``, then say ``Drained`` to the target."""
+
+    landing: Landing
+    target: Endpoint
+    target_address: str
+    blocks: tuple[tuple[SlotRef, LandingSlot], ...]
+
+
+Push = Callable[[PushOrder], Awaitable[Moved]]
+"""Returns when the writer's local completions are in and ``Drain`` was said, also after a failure (then it raises)."""
+
+
+class Fetcher:
+    def __init__(self, node: StoreNode, push: Push | None) -> None:
+        self._node = node
+        self._push = push
+        self._coming: dict[bytes, asyncio.Task[Moved]] = {}  # who fetches what: several readers share one fetch
+        self._channels: dict[str, Any] = {}
+        self._names = count(1)
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self.failed = 0
+
+    def numbers(self) -> dict[str, float]:
+        return {
+            "fetch_bytes_in": self.bytes_in,
+            "fetch_bytes_out": self.bytes_out,
+            "fetches_open": len(set(self._coming.values())),
+            "fetches_failed": self.failed,
+        }
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    def _stub(self, address: str) -> Any:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address)
+        return pb.store_rpc.StoreStub(self._channels[address])
+
+    # The node that lacks blocks.
+
+    async def fetch(
+        self, session: int, keys: Sequence[bytes], source: NodeId, address: str, deadline_s: float
+    ) -> tuple[Ticket, Moved]:
+        """Pins what is here, brings what is not, and pins the leading blocks that are here then: maybe fewer, or none."""
+        node = self._node
+        held = node.pool.pin(session, keys, node.clock())
+        moved = Moved(0, "")
+        try:
+            if len(held.slots) < len(keys):
+                moved = await self._bring(keys, len(held.slots), source, address, deadline_s)
+            node.sessions.get(session)  # it may be over by now: then nobody would unpin
+            return node.pool.pin(session, keys, node.clock()), moved
+        finally:
+            if held.slots:
+                node.pool.unpin(session, held.id, node.clock())
+            node.changed()
+
+    async def _bring(self, keys: Sequence[bytes], have: int, source: NodeId, address: str, deadline_s: float) -> Moved:
+        missing = keys[have:]
+        known = {self._coming[key] for key in missing if key in self._coming}
+        lead = len(list(takewhile(lambda key: key in self._coming, missing)))
+        mine = list(takewhile(lambda key: key not in self._coming, missing[lead:]))
+        task: asyncio.Task[Moved] | None = None
+        store = self._node.peers.store_of(source)
+        if mine and store is not None:
+            first = have + lead
+            parent = keys[first - 1] if first else None
+            task = self._node.spawn(self._fetch_run(mine, first, parent, store, address or store.address, deadline_s))
+            self._coming.update(dict.fromkeys(mine, task))
+            task.add_done_callback(lambda _: [self._coming.pop(key, None) for key in mine])
+            known.add(task)
+        if known:
+            await asyncio.wait(known, timeout=deadline_s)
+        return task.result() if task is not None and task.done() and not task.cancelled() else Moved(0, "")
+
+    async def _fetch_run(
+        self, keys: list[bytes], first: int, parent: bytes | None, store: Member, address: str, deadline_s: float
+    ) -> Moved:
+        """Never raises: what did not come is a miss, and counted."""
+        node = self._node
+        ask = LandingAsk(
+            RequestId(f"fetch.{node.member.id}.{node.member.incarnation}.{next(self._names)}"),
+            0,
+            Life(store.id, store.incarnation),
+            None,
+            tuple(keys),
+            first,
+            parent=parent,
+            generation=node.generation,
+        )
+        try:
+            landing = await node.grant(ask)
+        except Busy as e:
+            self.failed += 1
+            log.info("fetch_without_room", error=e.message)
+            return Moved(0, "")
+        try:
+            moved = await self._ask_for_push(landing, address, deadline_s)
+        except MoonpoolError as e:
+            self.failed += 1
+            log.warning("fetch_failed", source=store.id, error=e.message)
+            moved = Moved(0, "")
+        finally:
+            node.end_landing(landing.id)  # a no-op once the writer has drained; fences what it has not
+        self.bytes_in += moved.bytes
+        return moved
+
+    async def _ask_for_push(self, landing: Landing, address: str, deadline_s: float) -> Moved:
+        node = self._node
+        request = pb.store.PushToRequest(target_address=node.member.address)
+        to_wire(landing, request.landing)
+        to_wire(await node.endpoint(), request.target)
+        to_wire(node.layout, request.layout)
+        try:
+            reply = await self._stub(address).PushTo(request, timeout=deadline_s)
+        except grpc.aio.AioRpcError as e:
+            raise error_of(e, address) from e
+        return Moved(reply.bytes, reply.carrier)
+
+    # The node that has them.
+
+    async def push_to(self, landing: Landing, target: Endpoint, target_address: str) -> Moved:
+        """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
+        return await asyncio.shield(self._node.spawn(self._push_to(landing, target, target_address)))
+
+    async def _push_to(self, landing: Landing, target: Endpoint, target_address: str) -> Moved:
+        node = self._node
+        ticket = node.pool.pin(OURSELVES, [slot.slot.key for slot in landing.slots], node.clock())
+        try:
+            sound = await asyncio.to_thread(self._sound, ticket)
+            if sound < len(ticket.slots):
+                node.pool.quarantine(ticket.slots[sound].key, "push")
+                node.changed()
+            if not sound or self._push is None:
+                await self._drain(landing, target_address)
+                return Moved(0, "")
+            order = PushOrder(landing, target, target_address, tuple(zip(ticket.slots[:sound], landing.slots, strict=False)))
+            moved = await self._push(order)
+            self.bytes_out += moved.bytes
+            return moved
+        finally:
+            if ticket.slots:
+                node.pool.unpin(OURSELVES, ticket.id, node.clock())
+            node.changed()
+
+    def _sound(self, ticket: Ticket) -> int:
+        """How many leading blocks agree with their digests: a copy that went bad here must not travel on."""
+        node = self._node
+        for i, ref in enumerate(ticket.slots):
+            if not slices.is_whole(node.layout, node.regions.views[ref.region], ref.offset, ref.key):
+                return i
+        return len(ticket.slots)
+
+    async def _drain(self, landing: Landing, address: str) -> None:
+        me = self._node.member
+        request = pb.store.DrainRequest(landing=landing.id, writer=me.id, writer_incarnation=me.incarnation)
+        try:
+            await self._stub(address).Drain(request, timeout=DRAIN_S)
+        except grpc.aio.AioRpcError as e:
+            raise error_of(e, address) from e
+
+
+def require_target(landing: Landing, target: Endpoint) -> None:
+    """InvalidRequest where the landing is not one of the endpoint's node."""
+    if (landing.node, landing.incarnation) != (target.node, target.incarnation):
+        raise InvalidRequest(
+            f"landing {landing.id} is of node {landing.node}, the endpoint of node {target.node}", param="landing"
+        )

@@ -1,0 +1,278 @@
+"""The store node's gRPC face: bounds and types are checked here, everything is decided by the node and its pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from moonpool.core.blocks import KEY_BYTES
+from moonpool.core.errors import InvalidRequest, LayoutMismatch, MoonpoolError
+from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
+from moonpool.core.landing import Landing
+from moonpool.core.layout import KVLayout
+from moonpool.core.membership import Member
+from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.fetching import require_target
+from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.node_sessions import NodeSession
+from moonpool.kvstore.transfer.carrier import Endpoint
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.frames import MAX_NOTICE_BYTES
+from moonpool.wire.status import abort, to_error
+
+MAX_KEYS = 1 << 16  # blocks of one request: 4 M tokens in blocks of 64
+MAX_FRAMES = 4096
+MAX_NAME = 256
+MAX_WAIT_MS = 60_000
+HELLO_S = 5.0
+
+
+class StoreService(pb.store_rpc.StoreServicer):
+    def __init__(self, node: StoreNode) -> None:
+        self._node = node
+        self._pool = node.pool
+
+    # Sessions.
+
+    async def Session(
+        self, requests: AsyncIterator[pb.store.SessionMessage], context: Any
+    ) -> AsyncIterator[pb.store.StoreMessage]:
+        try:
+            session = await self._hello(requests)
+        except MoonpoolError as e:
+            await abort(context, e)
+        beats = asyncio.create_task(self._beats(requests, session))
+        try:
+            yield self._welcome(session)
+            while (message := await session.outbox.get()) is not None:
+                yield message
+            if session.why is not None:
+                await abort(context, session.why)
+        finally:
+            beats.cancel()
+            self._node.sessions.end(session, "" if beats.done() else "its stream broke")
+
+    async def _hello(self, requests: AsyncIterator[pb.store.SessionMessage]) -> NodeSession:
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidRequest("session: the first message must be Hello", param="hello") from None
+        if first.WhichOneof("kind") != "hello":
+            raise InvalidRequest("session: the first message must be Hello", param="hello")
+        return self._node.admit(from_wire(first.hello.member, Member))
+
+    async def _beats(self, requests: AsyncIterator[pb.store.SessionMessage], session: NodeSession) -> None:
+        try:
+            async for _ in requests:
+                session.heard = self._node.clock()
+        except grpc.RpcError:
+            return  # the stream broke: the call itself is cancelled
+        self._node.sessions.end(session)  # the worker left
+
+    def _welcome(self, session: NodeSession) -> pb.store.StoreMessage:
+        welcome = pb.store.Welcome(
+            session=session.number, agent_socket=str(self._node.agent.path), incarnation=self._node.member.incarnation
+        )
+        for region in self._node.regions.files:
+            to_wire(region, welcome.regions.add())
+        return pb.store.StoreMessage(welcome=welcome)
+
+    # Landings.
+
+    async def Grant(self, request: pb.store.GrantRequest, context: Any) -> pb.store.GrantReply:
+        try:
+            landing = await self._node.grant(self._ask(request))
+        except MoonpoolError as e:
+            return pb.store.GrantReply(error=to_error(e))
+        return pb.store.GrantReply(landing=to_wire(landing, pb.types.Landing()))
+
+    def _ask(self, request: pb.store.GrantRequest) -> LandingAsk:
+        node = self._node
+        node.layout.require_same(from_wire(request.layout, KVLayout), request.writer)
+        keys = checked_keys(request.keys)
+        if not request.request or len(request.request) > MAX_NAME or not request.writer or len(request.writer) > MAX_NAME:
+            raise InvalidRequest(f"grant: request and writer are names of 1 to {MAX_NAME} characters", param="request")
+        if request.tail_valid >= node.layout.block_tokens:
+            raise InvalidRequest(
+                f"tail_valid: {request.tail_valid} tokens are no unfinished block of {node.layout.block_tokens}",
+                param="tail_valid",
+            )
+        writer = Life(MemberId(request.writer), Incarnation(request.writer_incarnation))
+        node.require_live(writer)
+        reader = None
+        if request.reader:
+            reader = node.reader(Life(MemberId(request.reader), Incarnation(request.reader_incarnation)))
+        return LandingAsk(
+            RequestId(request.request),
+            request.attempt,
+            writer,
+            reader,
+            keys,
+            request.first_block,
+            request.tail_valid,
+            checked_key(request.parent) if request.parent else None,
+            node.is_remote(writer),
+            node.generation,
+        )
+
+    async def Notify(self, request: pb.store.NotifyRequest, context: Any) -> pb.types.Empty:
+        """Answers when the slices are verified: a same-host writer is slowed down to what the node can check."""
+        if len(request.frames) > MAX_FRAMES or sum(map(len, request.frames)) > MAX_NOTICE_BYTES:
+            await abort(
+                context, InvalidRequest(f"notify: more than {MAX_FRAMES} frames or {MAX_NOTICE_BYTES} bytes", param="frames")
+            )
+        results = await asyncio.gather(*map(self._node.verifier.take, request.frames), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                await abort(context, result)
+        return pb.types.Empty()
+
+    async def Drain(self, request: pb.store.DrainRequest, context: Any) -> pb.types.Empty:
+        self._node.drained(request.landing, Life(MemberId(request.writer), Incarnation(request.writer_incarnation)))
+        return pb.types.Empty()
+
+    async def LandingState(self, request: pb.store.LandingRequest, context: Any) -> pb.store.LandingStateReply:
+        if request.wait_ms:
+            await self._node.verifier.settled(request.landing, min(request.wait_ms, MAX_WAIT_MS) / 1e3)
+        reply = pb.store.LandingStateReply(generation=self._node.generation)
+        found = self._pool.landings.slices(request.landing)
+        if found is not None:
+            reply.known = True
+            landed, rejected = found
+            reply.landed.extend(pb.store.LandedSlice(block=b, layer=layer) for b, layer in landed)
+            reply.rejected.extend(pb.store.LandedSlice(block=b, layer=layer) for b, layer in rejected)
+        return reply
+
+    async def EndLanding(self, request: pb.store.LandingRequest, context: Any) -> pb.types.Empty:
+        self._node.end_landing(request.landing)
+        return pb.types.Empty()
+
+    # Reading.
+
+    async def _keys(self, request: pb.store.KeysRequest, context: Any) -> tuple[bytes, ...]:
+        try:
+            if request.layout and request.layout != self._node.layout.fingerprint:
+                raise LayoutMismatch(f"KV layout {self._node.layout.fingerprint} here, {request.layout} asked for")
+            return checked_keys(request.keys)
+        except MoonpoolError as e:
+            await abort(context, e)
+
+    async def _session(self, number: int, context: Any) -> NodeSession:
+        try:
+            return self._node.sessions.get(number)
+        except MoonpoolError as e:
+            await abort(context, e)
+
+    async def Lookup(self, request: pb.store.KeysRequest, context: Any) -> pb.store.LookupReply:
+        return pb.store.LookupReply(blocks=self._pool.lookup(await self._keys(request, context)))
+
+    async def Pin(self, request: pb.store.KeysRequest, context: Any) -> pb.store.PinReply:
+        keys = await self._keys(request, context)
+        session = await self._session(request.session, context)
+        ticket = self._pool.pin(session.number, keys, self._node.clock())
+        return pb.store.PinReply(ticket=to_wire(ticket, pb.types.Ticket()))
+
+    async def Unpin(self, request: pb.store.UnpinRequest, context: Any) -> pb.types.Empty:
+        if self._pool.unpin(request.session, request.ticket, self._node.clock()):
+            self._node.changed()
+        return pb.types.Empty()
+
+    async def Quarantine(self, request: pb.store.QuarantineRequest, context: Any) -> pb.types.Empty:
+        self._pool.quarantine(request.key, request.place[:MAX_NAME])
+        self._node.changed()
+        return pb.types.Empty()
+
+    # Publishing.
+
+    async def Reserve(self, request: pb.store.KeysRequest, context: Any) -> pb.store.ReserveReply:
+        keys = await self._keys(request, context)
+        session = await self._session(request.session, context)
+        parent = request.parent or None
+        reply = pb.store.ReserveReply()
+        for one in self._pool.reserve(session.number, session.life, keys, parent, self._node.clock()):
+            item = reply.reservations.add(key=one.key, state=one.state, id=one.id)
+            if one.slot is not None:
+                to_wire(one.slot, item.slot)
+        self._node.changed()
+        return reply
+
+    async def Seal(self, request: pb.store.SealRequest, context: Any) -> pb.types.Empty:
+        self._pool.seal(request.session, request.reservations[:MAX_KEYS], self._node.clock())
+        self._node.changed()
+        return pb.types.Empty()
+
+    async def Abandon(self, request: pb.store.SealRequest, context: Any) -> pb.types.Empty:
+        self._pool.abandon(request.session, request.reservations[:MAX_KEYS], self._node.clock())
+        self._node.changed()
+        return pb.types.Empty()
+
+    # Between nodes.
+
+    async def Fetch(self, request: pb.store.FetchRequest, context: Any) -> pb.store.FetchReply:
+        try:
+            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the worker")
+            session = self._node.sessions.get(request.session)
+            ticket, moved = await self._node.fetcher.fetch(
+                session.number, checked_keys(request.keys), NodeId(request.node), request.address, request.deadline_ms / 1e3
+            )
+        except MoonpoolError as e:
+            await abort(context, e)
+        return pb.store.FetchReply(ticket=to_wire(ticket, pb.types.Ticket()), bytes=moved.bytes, carrier=moved.carrier)
+
+    async def PushTo(self, request: pb.store.PushToRequest, context: Any) -> pb.store.PushToReply:
+        try:
+            self._node.layout.require_same(from_wire(request.layout, KVLayout), request.target_address)
+            landing, target = from_wire(request.landing, Landing), from_wire(request.target, Endpoint)
+            require_target(landing, target)
+            checked_keys([slot.slot.key for slot in landing.slots])
+            moved = await self._node.fetcher.push_to(landing, target, request.target_address)
+        except MoonpoolError as e:
+            await abort(context, e)
+        return pb.store.PushToReply(bytes=moved.bytes, carrier=moved.carrier)
+
+    async def Endpoint(self, request: pb.store.EndpointRequest, context: Any) -> pb.store.EndpointReply:
+        try:
+            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the writer")
+        except MoonpoolError as e:
+            return pb.store.EndpointReply(error=to_error(e))
+        return to_wire(await self._node.endpoint(), pb.store.EndpointReply())
+
+    async def RemakeEndpoint(self, request: pb.types.Empty, context: Any) -> pb.store.EndpointReply:
+        return to_wire(await self._node.remake(), pb.store.EndpointReply())
+
+    # The rest.
+
+    async def Watch(self, request: pb.store.WatchRequest, context: Any) -> AsyncIterator[pb.store.WatchMessage]:
+        idle_s = self._node.config.timing.silent_after_ms / 1e3
+        async for frame in self._node.watchers.frames(request.incarnation, request.next_number, idle_s):
+            yield pb.store.WatchMessage(frame=frame)
+
+    async def Clear(self, request: pb.store.KeysRequest, context: Any) -> pb.store.ClearReply:
+        keys = await self._keys(request, context)
+        cleared, kept = self._pool.clear(keys or None)
+        self._node.changed()
+        return pb.store.ClearReply(cleared=cleared, kept=kept)
+
+    async def Stats(self, request: pb.types.Empty, context: Any) -> pb.store.StatsReply:
+        return pb.store.StatsReply(numbers=self._node.numbers(), words=self._node.words())
+
+
+def checked_key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"keys: a block key has {KEY_BYTES} bytes, this one {len(key)}", param="keys")
+    return key
+
+
+def checked_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """InvalidRequest unless they are block keys, all different and not too many."""
+    if len(keys) > MAX_KEYS:
+        raise InvalidRequest(f"keys: {len(keys)} in one call; at most {MAX_KEYS}", param="keys")
+    out = tuple(map(checked_key, keys))
+    if len(set(out)) != len(out):
+        raise InvalidRequest("keys: one key twice in one call; keys of a sequence differ", param="keys")
+    return out

@@ -1,0 +1,62 @@
+"""Errors over gRPC: one of ours becomes a status with its reason beside it, and becomes the same error at the caller."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import grpc
+
+from moonpool.core.errors import (
+    Cancelled,
+    DeadlinePassed,
+    Failure,
+    InvalidRequest,
+    MoonpoolError,
+    PeerSilent,
+    Reason,
+    TransferFailed,
+    error_for,
+)
+from moonpool.wire.generated import types_pb2
+
+REASON_KEY = "moonpool-reason"
+PEER_KEY = "moonpool-peer"
+
+
+async def abort(context: Any, error: BaseException) -> NoReturn:
+    """End a servicer's call with ``error``; one that is not ours becomes an internal error without its traceback."""
+    failure = Failure.of(error)
+    exception = failure.to_exception()
+    extra = [(REASON_KEY, failure.reason.value)]
+    if failure.peer:
+        extra.append((PEER_KEY, failure.peer))
+    await context.abort(grpc.StatusCode[exception.grpc_status], failure.message, tuple(extra))
+    raise exception  # unreachable: abort raises
+
+
+def error_of(call: Any, who: str) -> MoonpoolError:
+    """The MoonpoolError behind a failed call (``grpc.RpcError`` or ``AioRpcError``) to ``who``."""
+    code, message = call.code(), call.details() or ""
+    extra = dict(call.trailing_metadata() or ())
+    if REASON_KEY in extra:
+        try:
+            return error_for(Reason(extra[REASON_KEY]), message, peer=extra.get(PEER_KEY) or who)
+        except ValueError:
+            pass  # a newer peer's reason: by status then
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlinePassed(f"{who} did not answer in time")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return PeerSilent(f"{who} cannot be reached: {message}", peer=who)
+    if code is grpc.StatusCode.CANCELLED:
+        return Cancelled(f"the call to {who} was cancelled")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest(f"{who}: {message}")
+    return TransferFailed(f"{who}: {code.name.lower()}: {message}", peer=who)
+
+
+def to_error(error: BaseException) -> types_pb2.Error:
+    """For replies that carry an error as a field."""
+    failure = Failure.of(error)
+    return types_pb2.Error(
+        reason=failure.reason.value, message=failure.message, peer=failure.peer, retry_after_s=failure.retry_after_s
+    )
