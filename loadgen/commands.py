@@ -48,7 +48,7 @@ def generate(options: GenerateOptions) -> TraceFacts:
 class ReplayOptions:
     """``moonpool replay``. Targets None: the requests carry none and no goodput is reported."""
 
-    trace: Path
+    trace: Path | GeneratorConfig  # a file, or a trace made on the spot
     url: str = "http://127.0.0.1:8000"
     model: str = ""  # empty: the first one the server lists
     scaling: Scaling = field(default_factory=Scaling)
@@ -93,7 +93,7 @@ def replay(options: ReplayOptions, *, cluster: Mapping[str, Any] | None = None, 
     is written and ``Summary.interrupted`` is true. ConfigError: bad options, trace, url or report folder.
     """
     options.check()
-    trace = read_trace(options.trace, block_tokens=options.trace_block_tokens, adjust=options.adjust)
+    trace = _trace(options)
     plan = plan_sends(trace, options.scaling)
     prompts = PromptMaker(_alphabet(options), salt=options.salt, fresh_loops=options.fresh_loops)
     if options.report is not None:
@@ -177,7 +177,7 @@ def _facts(
         transport=transport_of(cluster),
         trace=dataclasses.asdict(trace.notes),
         options={
-            "trace": str(options.trace),
+            "trace": str(options.trace) if isinstance(options.trace, Path) else f"generated, seed {options.trace.seed}",
             "url": options.url,
             "model": shape.model,
             "prompts": options.prompts,
@@ -193,6 +193,12 @@ def _facts(
             "send_targets": options.send_targets,
         },
     )
+
+
+def _trace(options: ReplayOptions) -> Trace:
+    if isinstance(options.trace, GeneratorConfig):
+        return Trace(tuple(generate_trace(options.trace)), options.trace.block_tokens)
+    return read_trace(options.trace, block_tokens=options.trace_block_tokens, adjust=options.adjust)
 
 
 def _alphabet(options: ReplayOptions) -> Alphabet:
