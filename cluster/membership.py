@@ -39,6 +39,7 @@ class Membership:
         self._stub = pb.registry_rpc.RegistryStub(self._channel)
         self._watcher = asyncio.create_task(self._watch(), name="membership-watch")
         self._session: _Session | None = None
+        self._reports: set[asyncio.Task[None]] = set()
 
     # Peers
 
@@ -92,12 +93,16 @@ class Membership:
         if self._session:
             self._session.update(member)
 
-    async def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+    def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
         """A host's agent proves a death. Best effort: without a registry nobody is asking."""
+        report = asyncio.create_task(self._report_gone(member, incarnation, proof), name="membership-report-gone")
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def _report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+        message = pb.registry.GoneReport(member=member, incarnation=incarnation, proof=proof)
         try:
-            await self._stub.ReportGone(
-                pb.registry.GoneReport(member=member, incarnation=incarnation, proof=proof), timeout=2.0
-            )
+            await self._stub.ReportGone(message, timeout=2.0)
         except grpc.aio.AioRpcError:
             pass
 
@@ -106,7 +111,7 @@ class Membership:
         if self._session:
             await asyncio.to_thread(self._session.leave)
         self._watcher.cancel()
-        await asyncio.gather(self._watcher, return_exceptions=True)
+        await asyncio.gather(self._watcher, *self._reports, return_exceptions=True)
         await self._channel.close()
 
     # the view

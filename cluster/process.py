@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -34,8 +34,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 Say = Callable[[str], None]
 
 
-class RoleService(Service, Protocol):
-    """A role's service object: what the shell needs and its gRPC face (none, for a service with another face)."""
+@runtime_checkable
+class GrpcFace(Protocol):
+    """A service that is spoken to by gRPC, on the process's one server."""
 
     def add_to(self, server: grpc.aio.Server) -> None: ...
 
@@ -44,7 +45,7 @@ class RoleService(Service, Protocol):
 class Made:
     """A started service, the member completed with what loading found out, and what to free after the service closed."""
 
-    service: RoleService
+    service: Service
     member: Member
     after: list[Callable[[], None]] = field(default_factory=list)
 
@@ -81,7 +82,8 @@ class Process:
         await self._server.start()
         self._peers = Membership(spec.registry, spec.config.timing, self._fenced)
         self._made = await self._make(spec, self._member, self._peers, self._say)
-        self._made.service.add_to(self._server)
+        if isinstance(self._made.service, GrpcFace):
+            self._made.service.add_to(self._server)
         self._member = replace(self._made.member, ready=True)
         await self._peers.join(self._member)
         await self._set_serving(True)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout
 from moonpool.cluster.process import Made, Say
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import key_id, load_hash_key
+from moonpool.core.config import Config
 from moonpool.core.ids import Role
-from moonpool.core.membership import Member
+from moonpool.core.membership import Member, Peers, Service
 
-_WORKERS = {
-    Role.PREFILL: ("moonpool.prefill_worker.worker", "PrefillWorker"),
-    Role.DECODE: ("moonpool.decode_worker.worker", "DecodeWorker"),
-    Role.BOTH: ("moonpool.cluster.both", "BothWorker"),
-}
+if TYPE_CHECKING:
+    from moonpool.engine.engine import Engine
+
+StartWorker = Callable[[Config, "Engine", Member, Peers], Awaitable[Service]]
 
 
 async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
@@ -28,21 +28,45 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
     config = spec.config
     hash_key = load_hash_key(Path(config.cluster.key_file))
     member = replace(member, model=config.model_name, hash_key_id=key_id(hash_key))
-    if spec.role is Role.STORE:
-        return await _store(spec, member, peers, say)
-    if spec.role in _WORKERS:
-        return await _worker(spec, member, peers, say)
-    raise NotImplementedError(spec.role)
+    match spec.role:
+        case Role.STORE:
+            return await _store(spec, member, peers, say)
+        case Role.CONDUCTOR:
+            from moonpool.cluster.conductor import ConductorService
+
+            return Made(await ConductorService.start(config, member, peers), member)
+        case Role.GATEWAY:
+            from moonpool.cluster.gateway.service import Gateway
+
+            gateway = await Gateway.start(config, member, peers, hash_key, spec.model_dir)
+            return Made(gateway, replace(member, details={"url": gateway.url}))
+        case Role.PREFILL:
+            from moonpool.prefill_worker.worker import PrefillWorker
+
+            return await _worker(PrefillWorker.start, spec, member, peers, say)
+        case Role.DECODE:
+            from moonpool.decode_worker.worker import DecodeWorker
+
+            return await _worker(DecodeWorker.start, spec, member, peers, say)
+        case Role.BOTH:
+            from moonpool.cluster.both import BothWorker
+
+            return await _worker(BothWorker.start, spec, member, peers, say)
 
 
 async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
+    from moonpool.kvstore.node import StoreNode
+
     layout = await asyncio.to_thread(kv_layout, spec.config, spec.model_dir)
     member = replace(member, layout=layout)
-    node: Any = import_module("moonpool.kvstore.node").StoreNode
-    return Made(await node.start(spec.config, member, layout, peers), member)
+    node = await StoreNode.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
+    slots, slot_mib = node.slots.total, layout.slot_bytes / (1 << 20)
+    memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
+    say(f"memory: {memory}")
+    return Made(node, replace(member, details={"memory": memory}))
 
 
-async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
+async def _worker(start: StartWorker, spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     from moonpool.engine.engine import load_engine, memory_budget
 
     config = spec.config
@@ -56,6 +80,4 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         max_prompt=engine.pages.total * config.engine.block_tokens,
         details={"memory": str(budget), "dtype": config.model.dtype, "model": str(spec.model_dir)},
     )
-    module, name = _WORKERS[spec.role]
-    worker: Any = getattr(import_module(module), name)
-    return Made(await worker.start(config, engine, member, peers), member, [engine.close])
+    return Made(await start(config, engine, member, peers), member, [engine.close])

@@ -36,7 +36,12 @@ class RoleSpec:
     def environment(self) -> dict[str, str]:
         """Variables that UCX and OpenMP read once, at their first import. What the user has set already stays."""
         config = self.config.transfer
-        wanted = {"UCX_TLS": config.ucx_tls, "UCX_LOG_LEVEL": "error", "OMP_NUM_THREADS": str(self.threads)}
+        wanted = {
+            "UCX_TLS": config.ucx_tls,
+            "UCX_LOG_LEVEL": "error",
+            "OMP_NUM_THREADS": str(self.threads),
+            "TQDM_DISABLE": "1",
+        }
         if not Path("/sys/class/infiniband").exists():
             wanted["UCX_MODULES"] = "^ib"  # without a device its verbs module crashes every process at exit
         devices = config.ucx_net_devices or ("lo" if _is_loopback(self.config.cluster.host) else "")

@@ -16,7 +16,6 @@ class DeathWatch:
     def __init__(self, peers: Membership) -> None:
         self._peers = peers
         self._held: dict[tuple[MemberId, Incarnation], int] = {}
-        self._reports: set[asyncio.Task[None]] = set()
         self._stop = peers.subscribe(self._changed)
 
     def close(self) -> None:
@@ -39,9 +38,7 @@ class DeathWatch:
 
     def _dead(self, member: MemberId, incarnation: Incarnation) -> None:
         self._let_go(member, incarnation)
-        report = asyncio.create_task(self._peers.report_gone(member, incarnation, "its process ended (pidfd)"))
-        self._reports.add(report)
-        report.add_done_callback(self._reports.discard)
+        self._peers.report_gone(member, incarnation, "its process ended (pidfd)")
 
     def _let_go(self, member: MemberId, incarnation: Incarnation) -> None:
         held = self._held.pop((member, incarnation), None)

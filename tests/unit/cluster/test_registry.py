@@ -104,7 +104,7 @@ async def test_missed_heartbeats_make_silent_and_only_a_report_makes_gone() -> N
             call = pb.registry_rpc.RegistryStub(channel).Join(beats())
             await watcher.hears(("prefill-0", 1, "live"), ("prefill-0", 1, "silent"))
             assert ("prefill-0", 1, "gone") not in watcher.told
-            await watcher.peers.report_gone(MemberId("prefill-0"), Incarnation(1), "pidfd")
+            watcher.peers.report_gone(MemberId("prefill-0"), Incarnation(1), "pidfd")
             await watcher.hears(("prefill-0", 1, "gone"))
             call.cancel()
 
