@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moonpool.core.events import EventBatch, IndexSnapshot, Tier
-from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal, Segment
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
@@ -158,6 +158,10 @@ class Conductor:
         if index.bit_number(event.holder) != bit and self._board is not None:
             self._write_bits(self._board)
         return []
+
+    def next_number(self, node: NodeId, incarnation: Incarnation) -> int:
+        """The number of the next event wanted from this life of a node's store; 0: a snapshot is wanted."""
+        return self._pool.next_number(node, incarnation)
 
     def _worker_life(self, holder: str) -> Member | None:
         worker = self._workers.get(MemberId(holder))

@@ -22,6 +22,9 @@ Vector = NDArray[np.float64]
 MIN_SAMPLES = 4
 PER_KIND = 8
 KINDS = 128
+HALF_LIFE = 128  # measurements until an old one weighs half
+OLD_WEIGHT = 0.02  # what it weighs at least: where nothing newer speaks, it still does
+PLAUSIBLE_S = (1e-6, 1e5)
 SPREAD_QUANTILE = 0.8
 MAX_SPREAD = 1.0  # measurements that scatter more say little; 1.0 doubles the estimate already
 REACH = 4.0  # an estimate is trusted up to this many times the largest job measured
@@ -48,22 +51,22 @@ class OnlineFit:
 
     def __init__(self, guess: Sequence[float]) -> None:
         self._guess = Fit(tuple(guess), 0.0, 0.0, sure=False)
-        self._kinds: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}  # kind -> rows of (*features, seconds)
+        self._kinds: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}  # kind -> rows of (*features, seconds, number)
         self._samples = 0
         self._reach = 0.0
         self._fit: Fit | None = self._guess  # None: measurements came in since
 
     def add(self, features: tuple[float, ...], seconds: float, size: float) -> None:
         """Impossible values are skipped: they come from another process. ``size`` is compared with ``reach``."""
-        if not 0.0 < seconds < float("inf"):
+        if not PLAUSIBLE_S[0] <= seconds <= PLAUSIBLE_S[1]:
             return
         kind = tuple(int(value).bit_length() for value in features)
         rows = self._kinds.pop(kind, None) or deque(maxlen=PER_KIND)
-        rows.append((*features, seconds))
+        self._samples += 1
+        rows.append((*features, seconds, float(self._samples)))
         self._kinds[kind] = rows
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]  # the one longest without news
-        self._samples += 1
         self._reach = max(self._reach, REACH * size)
         self._fit = None
 
@@ -75,14 +78,17 @@ class OnlineFit:
 
     def _solve(self) -> Fit:
         table = np.array([row for rows in self._kinds.values() for row in rows])
-        rows = table[:, :-1] / table[:, -1:]  # [samples, features]; every target is 1
-        weights = np.ones(len(rows))
+        rows = table[:, :-2] / table[:, -2:-1]  # [samples, features]; every target is 1
+        fresh = np.maximum(0.5 ** ((self._samples - table[:, -1]) / HALF_LIFE), OLD_WEIGHT)
+        weights = fresh
         for _ in range(2):
             coefficients = _non_negative(rows, weights)
             residuals = 1.0 - rows @ coefficients
-            weights = np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9))
+            weights = fresh * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9))
         estimated = np.maximum(rows @ coefficients, 1e-9)  # in units of the measured time
-        spread = float(np.clip(np.quantile(1.0 / estimated - 1.0, SPREAD_QUANTILE), 0.0, MAX_SPREAD))
+        over = 1.0 / estimated - 1.0
+        above = np.quantile(over, SPREAD_QUANTILE, weights=fresh, method="inverted_cdf")
+        spread = float(np.clip(above, 0.0, MAX_SPREAD))
         return Fit(tuple(map(float, coefficients)), spread, self._reach, sure=True)
 
 
