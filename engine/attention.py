@@ -38,10 +38,18 @@ class AttentionCall:
     extra: tuple[str, ...]  # names of further keyword arguments the library gave a value
 
 
-# Keyword arguments of the library's layers that ask nothing of attention itself here: positions are in the rotary
-# embedding already, the cache is ours, and the rest selects what the library returns.
+# Keyword arguments of the library's layers that ask nothing of attention itself: positions are in the rotary embedding
+# already, the cache is ours, and the rest selects what the library returns.
 _HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
 )
 
 

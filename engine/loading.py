@@ -18,11 +18,12 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import ITEM_BYTES, KVLayout
 from moonpool.engine import attention
-from moonpool.engine.support import Probe, Shape, check_calls, check_config, refuse
+from moonpool.engine.support import Probe, Shape, check_calls, check_config, check_rope, refuse
 
 log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_CGROUP = Path("/sys/fs/cgroup")
 _MAX_HEADER = 100 << 20  # safetensors' own bound
 
 
@@ -78,12 +79,22 @@ def _mib(n: int) -> str:
 def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) -> MemoryBudget:
     """What loading ``model_dir`` would take. Reads headers only; ConfigError or UnsupportedModel where it cannot work."""
     model_config = read_config(model_dir)
-    shape = check_config(model_config, context_of(config, model_config))
+    shape = check_config(model_config)
     item = ITEM_BYTES[config.model.dtype]
     layout = KVLayout("", shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
     count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // layout.block_bytes
     elements = sum(_elements(file) for file in weight_files(model_dir))
-    return MemoryBudget(elements * item, count, layout.block_bytes, psutil.virtual_memory().available)
+    return MemoryBudget(elements * item, count, layout.block_bytes, _available())
+
+
+def _available() -> int:
+    """Bytes this process may still take: the machine's, or its control group's where that is less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
 
 
 def read_config(model_dir: Path) -> PreTrainedConfig:
@@ -177,8 +188,9 @@ def _product(shape: Sequence[int]) -> int:
 def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelFacts]:
     """The model with our attention function in every layer, probed. Weights and activations in ``config.model.dtype``."""
     model_config = read_config(model_dir)
+    shape = check_config(model_config)
     max_context = context_of(config, model_config)
-    shape = check_config(model_config, max_context)
+    check_rope(model_config, max_context)
     weight_files(model_dir)
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(
@@ -218,16 +230,21 @@ def _check_weights(report: dict[str, object], model_dir: Path) -> None:
 
 @torch.inference_mode()
 def _probe(model: torch.nn.Module, model_config: PreTrainedConfig, shape: Shape) -> None:
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise refuse(f"{model_config.model_type!r} cannot compute the logits of chosen tokens alone (logits_to_keep)")
+    kind = model_config.model_type
+    for name in ("position_ids", "logits_to_keep"):
+        if name not in inspect.signature(model.forward).parameters:
+            raise refuse(f"{kind!r} has no argument {name}, which flattened batches need")
     probe = Probe()
-    model(
-        input_ids=torch.zeros((1, 2), dtype=torch.int64),
-        position_ids=torch.arange(2)[None],
-        use_cache=False,
-        logits_to_keep=torch.tensor([1]),
-        moonpool_step=probe,
-    )
+    try:
+        model(
+            input_ids=torch.zeros((1, 2), dtype=torch.int64),
+            position_ids=torch.arange(2)[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor([1]),
+            moonpool_step=probe,
+        )
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as e:
+        raise refuse(f"{kind!r} does not compute a flattened batch: {e}") from e
     check_calls(probe, model_config, shape)
 
 

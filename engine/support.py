@@ -18,7 +18,7 @@ from moonpool.engine.attention import AttentionCall
 
 # Rotary kinds whose angles depend on the position alone. The others switch with the length of the sequence, so that
 # K/V of a prefix would depend on what follows it.
-FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 LENGTH_ROPE = frozenset({"dynamic", "longrope"})
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 
@@ -37,11 +37,8 @@ class Shape:
     head_dim: int
 
 
-def check_config(config: PreTrainedConfig, max_context: int) -> Shape:
-    """UnsupportedModel unless ``config`` is of a decoder-only causal language model with plain paged K/V.
-
-    ``max_context`` is the longest sequence to be served; it decides on rotary kinds that switch with length.
-    """
+def check_config(config: PreTrainedConfig) -> Shape:
+    """UnsupportedModel unless ``config`` is of a decoder-only causal language model with plain paged K/V."""
     kind = config.model_type
     named = list(getattr(config, "architectures", None) or [])
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -59,34 +56,38 @@ def check_config(config: PreTrainedConfig, max_context: int) -> Shape:
         raise refuse(f"layer type {odd[0]!r} is not implemented; known are {', '.join(sorted(ATTENTION_KINDS))}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise refuse(f"{kind!r} shares K/V between layers (num_kv_shared_layers)")
-    _check_rope(config, max_context)
     return _shape(config)
 
 
 def _shape(config: PreTrainedConfig) -> Shape:
-    counts = []
-    for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+    layers = _one_number(config, "num_hidden_layers")
+    heads = _one_number(config, "num_attention_heads")
+    kv_heads = _one_number(config, "num_key_value_heads", heads)
+    head_dim = _one_number(config, "head_dim", config.hidden_size // heads)
+    if heads % kv_heads:
+        raise refuse(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
+    return Shape(layers, heads, kv_heads, head_dim)
+
+
+def _one_number(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+    try:
         value = getattr(config, name, None)
-        if value is None and name == "num_key_value_heads":
-            value = config.num_attention_heads
-        if value is None and name == "head_dim":
-            value = config.hidden_size // config.num_attention_heads
-        if not isinstance(value, int):
-            raise refuse(f"config.json: {name} is {value!r}, one number for all layers is needed")
-        counts.append(value)
-    shape = Shape(*counts)
-    if shape.heads % shape.kv_heads:
-        raise refuse(f"config.json: {shape.heads} attention heads are not a multiple of {shape.kv_heads} K/V heads")
-    return shape
+    except (ValueError, RuntimeError) as e:  # the library's word for a value that differs between layers
+        raise refuse(f"config.json: {name} differs between layers, one number for all is needed") from e
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise refuse(f"config.json: {name} is {value!r}, one positive number for all layers is needed")
+    return value
 
 
-def _check_rope(config: PreTrainedConfig, max_context: int) -> None:
+def check_rope(config: PreTrainedConfig, max_context: int) -> None:
+    """UnsupportedModel unless every rotary kind is known and, up to ``max_context`` tokens, depends on the position alone."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = parameters and all(isinstance(value, dict) or value is None for value in parameters.values())
+    nested = all(isinstance(value, dict) for value in parameters.values())
     for rope in parameters.values() if nested else [parameters]:
-        kind = (rope or {}).get("rope_type", "default")
+        kind = rope.get("rope_type", "default")
         if kind in LENGTH_ROPE:
-            original = (rope or {}).get("original_max_position_embeddings") or config.max_position_embeddings
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             if max_context > original:
                 raise refuse(
                     f"rope type {kind!r} changes all angles beyond {original} tokens, so cached prefixes would be wrong",
@@ -131,6 +132,8 @@ def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
             raise refuse(
                 f"layer {layer} of {kind!r} asks its attention function for {call.extra[0]!r}, which is not implemented"
             )
+        if getattr(config, "attn_logit_softcapping", None) and call.softcap is None:
+            raise refuse(f"layer {layer} of {kind!r} does not say its attn_logit_softcapping")
         if layer_kind == "sliding_attention" and call.window is None:
             raise refuse(f"layer {layer} of {kind!r} is a sliding window layer but does not say its window")
     if getattr(config, "sliding_window", None) and kinds[0] is None and not any(windows):
