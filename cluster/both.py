@@ -6,8 +6,61 @@ one forward pass. Works with and without a store node on its host.
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from moonpool.core.config import Config
+from moonpool.core.errors import MoonpoolError
+from moonpool.core.membership import Member, Peers
+from moonpool.decode_worker.live import Live
 from moonpool.decode_worker.worker import DecodeWorker
+from moonpool.engine.engine import Engine
+from moonpool.kvstore.link import StoreLink
+from moonpool.prefill_worker.prefix import PrefixLoad, find
+
+
+class PoolPrefix:
+    """Loads what the pool holds of a prompt before the prompt joins the batch: other rows compute meanwhile."""
+
+    def __init__(self, engine: Engine, peers: Peers, link: StoreLink) -> None:
+        self._engine, self._peers, self._link = engine, peers, link
+        self._thread = ThreadPoolExecutor(1, "prefix load")
+
+    async def load(self, live: Live, matched: int) -> int:
+        """Blocks that lead the sequence's pages now. Cancelled: on return nobody writes the pages any more."""
+        sequence, client = live.sequence, self._link.client
+        deadline_ms = live.attempt.deadline_ms
+        found = await find(client, self._peers, sequence.keys, matched, live.placement.segments, deadline_ms)
+        if client is None or not found.slots:
+            return matched
+        pages = sequence.pages[matched : matched + len(found.slots)]
+        load = PrefixLoad(found, pages, self._engine.kv_bytes, self._engine.layout)
+        load.start(self._thread)
+        try:
+            await load.ended()
+        finally:
+            load.stop()
+            await load.ended()
+            await found.close()
+        if load.bad is not None:
+            slot, layer = load.bad
+            try:
+                await client.quarantine(slot.key, layer, "prefix_load")
+            except MoonpoolError:  # the session is over: the node has forgotten it or is gone
+                pass
+        return matched + load.blocks
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown)
 
 
 class BothWorker(DecodeWorker):
-    """Computes every prompt itself, whatever the placement says."""
+    """A decode worker whose placements name itself as the prefill worker, with the pool as a source of prefixes."""
+
+    def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, hash_key: bytes) -> None:
+        super().__init__(config, engine, member, peers, hash_key)
+        self._pool_prefix = self._filler.prefix = PoolPrefix(engine, peers, self._filler.link)
+
+    async def close(self) -> None:
+        await super().close()
+        await self._pool_prefix.close()

@@ -116,10 +116,6 @@ class Batcher:
         sequence.computed = computed
         return self._publish(sequence)
 
-    def append(self, sequence: Sequence, token: int) -> None:
-        """The next id of ``sequence`` was drawn elsewhere (the first token of a hand-off)."""
-        sequence.tokens.append(token)
-
     def plan(self) -> Step | None:
         """The next step, or None when nobody can compute. Grows and preempts; ``complete`` must follow."""
         if self._step is not None:
@@ -244,10 +240,10 @@ class Batcher:
         whole = sequence.whole_blocks(self._limits.block_tokens)
         done: list[CompletedBlock] = []
         for i in range(sequence.published, whole):
-            key, page = sequence.keys[i], sequence.pages[i]
-            self._pages.publish(page, key, sequence.keys[i - 1] if i else None)
-            self._pages.retain([page])
-            done.append(CompletedBlock(key, page))
+            block = CompletedBlock(sequence.keys[i], sequence.keys[i - 1] if i else None, sequence.pages[i])
+            self._pages.publish(block.page, block.key, block.parent)
+            self._pages.retain([block.page])
+            done.append(block)
         sequence.published = max(sequence.published, whole)
         return done
 

@@ -36,6 +36,7 @@ class Live:
     loaded_tokens: int = 0
     load_seconds: float = 0.0
     emitted: int = 0  # emissions with an id
+    over: bool = False  # its last word is said
 
     @property
     def request(self) -> RequestId:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
-    async def publish(self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]]) -> int: ...
+    async def publish(self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None) -> int: ...
 
 
 class BlockPublisher:
@@ -43,9 +43,9 @@ class BlockPublisher:
         """Pages held."""
         return len(self._queue) + self._under_way
 
-    def offer(self, blocks: Sequence[CompletedBlock]) -> None:
-        """Take over the holds of ``blocks``."""
-        if self._store() is None:
+    def offer(self, blocks: Sequence[CompletedBlock], *, stored: bool = False) -> None:
+        """Take over the holds of ``blocks``; ``stored``: this host's pool has them already."""
+        if stored or self._store() is None:
             self._release(blocks)
             return
         self._queue.extend(blocks)
@@ -66,7 +66,7 @@ class BlockPublisher:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+                batch = self._next_run()
                 self._under_way = len(batch)
                 publishing = asyncio.create_task(self._publish(batch))
                 try:
@@ -78,13 +78,21 @@ class BlockPublisher:
                     self._under_way = 0
                     self._release(batch)
 
+    def _next_run(self) -> list[CompletedBlock]:
+        """Blocks that follow one another in one sequence."""
+        run = [self._queue.popleft()]
+        while self._queue and len(run) < BATCH and self._queue[0].parent == run[-1].key:
+            run.append(self._queue.popleft())
+        return run
+
     async def _publish(self, batch: Sequence[CompletedBlock]) -> None:
         store = self._store()
         if store is None:
             self.given_up += len(batch)
             return
         try:
-            self.stored += await store.publish([(b.key, self._engine.kv_bytes[b.page].reshape(-1)) for b in batch])
+            pages = [(block.key, self._engine.kv_bytes[block.page].reshape(-1)) for block in batch]
+            self.stored += await store.publish(pages, batch[0].parent)
         except MoonpoolError as e:
             self.given_up += len(batch)
             log.warning("%d blocks not published: %s", len(batch), e)

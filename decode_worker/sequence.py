@@ -22,6 +22,7 @@ class CompletedBlock:
     """A whole block whose KV is in ``page``. The page is held once more for whoever publishes the block elsewhere."""
 
     key: bytes
+    parent: bytes | None
     page: int
 
 

@@ -1,0 +1,192 @@
+"""One hand-off at the decode worker: the prefill worker's call, the landing's slices and the copies, around the sink."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import grpc
+
+from moonpool.core.errors import Bug, Failure, MoonpoolError, Reason
+from moonpool.core.handoff import Begun, Drained, FirstToken, PrefillJob
+from moonpool.core.landing import Landed, LandingSlot
+from moonpool.core.placement import WorkerRef
+from moonpool.decode_worker.copier import BadCopy, Copier
+from moonpool.decode_worker.handoff_sink import (
+    Action,
+    CancelPrefill,
+    Copy,
+    EmitFirst,
+    EndLanding,
+    Fail,
+    HandoffSink,
+    Join,
+    ReleasePages,
+    StopCopies,
+)
+from moonpool.decode_worker.sequence import Sequence
+from moonpool.kvstore.client import StoreClient
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.status import error_of
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What the worker does for a hand-off."""
+
+    def first_token_ends(self, first: FirstToken) -> bool: ...
+
+    def emit_first(self, first: FirstToken, *, ends: bool) -> None: ...
+
+    def join(self) -> None: ...
+
+    def fail(self, failure: Failure) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Handoff:
+    """Event-loop only. Ends by ``join`` or ``release`` of its owner, whatever happens; ``run`` then goes on to ``Drained``."""
+
+    def __init__(
+        self,
+        job: PrefillJob,
+        prefill: WorkerRef,
+        sequence: Sequence,
+        layers: int,
+        client: StoreClient,
+        copier: Copier,
+        owner: Owner,
+    ) -> None:
+        attempt = job.attempt
+        self.prefill = prefill
+        self.client = client
+        self.drained: Drained | None = None
+        self._job = job
+        self._sequence = sequence
+        self._copier = copier
+        self._owner = owner
+        missing = range(job.have_blocks, len(sequence.pages))
+        self._sink = HandoffSink(attempt.request.id, attempt.number, layers, missing)
+        self._stop_copies = threading.Event()
+        self._call: grpc.aio.UnaryStreamCall | None = None
+        self._cancelled = False
+        self._loose: set[asyncio.Task[None]] = set()
+
+    async def run(self, channel: grpc.aio.Channel) -> None:
+        """The prefill worker's call, from the job to its last event."""
+        self._call = pb.prefill_rpc.PrefillStub(channel).Run(to_wire(self._job, pb.prefill.PrefillJob()))
+        if self._cancelled:
+            self._call.cancel()
+        try:
+            async for message in self._call:
+                self._receive(message)
+        except grpc.aio.AioRpcError as e:
+            self._broken(Failure.of(error_of(e, self.prefill.id)))
+        except asyncio.CancelledError:
+            if not self._cancelled:  # not by us: the worker is closing
+                raise
+        except MoonpoolError as e:
+            self.fail(Failure.of(e))
+            self._call.cancel()
+        else:
+            self._broken(Failure(Reason.PEER_SILENT, f"{self.prefill.id} ended its call early", self.prefill.id))
+        await asyncio.gather(*self._loose)
+
+    def landed(self, landed: Landed) -> None:
+        self._tell(lambda: self._sink.landed(landed))
+
+    def fail(self, failure: Failure) -> None:
+        """Transfer, peer or deadline: of no interest once everything has been copied."""
+        self._tell(lambda: self._sink.failed(failure))
+
+    def cancel(self) -> None:
+        self._tell(self._sink.cancelled)
+
+    def _receive(self, message: pb.prefill.PrefillEvent) -> None:
+        match message.WhichOneof("kind"):
+            case "begun":
+                begun = from_wire(message.begun, Begun)
+                self._tell(lambda: self._sink.begun(begun.landing))
+            case "first_token":
+                first = from_wire(message.first_token, FirstToken)
+                self._tell(lambda: self._sink.first_token(first, ends=self._owner.first_token_ends(first)))
+            case "drained":
+                drained = self.drained = from_wire(message.drained, Drained)
+                self._tell(lambda: self._sink.drained(drained))
+            case "failed":
+                failure = from_wire(message.failed, Failure)
+                self.fail(failure)
+
+    def _broken(self, failure: Failure) -> None:
+        """The call is over. After ``Drained`` that is its proper end; what is still missing is the store node's to tell."""
+        if self.drained is None:
+            self.fail(failure)
+
+    def _tell(self, fact: Callable[[], list[Action]]) -> None:
+        try:
+            actions = fact()
+        except Bug as e:  # whatever is ambiguous is cleaned: the attempt ends, its pages go when the copies have ended
+            log.exception("hand-off of %s attempt %d", *self._sequence.name)
+            actions = self._sink.failed(Failure.of(e))
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case EmitFirst(first, ends):
+                self._owner.emit_first(first, ends=ends)
+            case Copy(layer, slots):
+                self._copy(layer, slots)
+            case Join():
+                self._owner.join()
+            case EndLanding(landing):
+                self._spawn(self._end_landing(landing))
+            case StopCopies():
+                self._stop_copies.set()
+            case CancelPrefill():
+                self._cancelled = True
+                if self._call is not None:
+                    self._call.cancel()
+            case Fail(failure):
+                self._owner.fail(failure)
+            case ReleasePages():
+                self._owner.release()
+
+    def _copy(self, layer: int, slots: tuple[LandingSlot, ...]) -> None:
+        work = [(slot, self._sequence.pages[slot.block]) for slot in slots]
+        blocks = [slot.block for slot in slots]
+
+        def done(bad: BadCopy | None) -> None:
+            if bad is not None:
+                self._bad_copy(layer, bad)
+            self._tell(lambda: self._sink.copied(layer, blocks))
+
+        self._copier.copy(self.client, layer, work, self._stop_copies, done)
+
+    def _bad_copy(self, layer: int, bad: BadCopy) -> None:
+        if bad.slot is not None:
+            self._spawn(self._quarantine(bad.slot.key, layer))
+        self.fail(Failure(bad.error.reason, bad.error.message))
+
+    async def _quarantine(self, key: bytes, layer: int) -> None:
+        try:
+            await self.client.quarantine(key, layer, "landing_copy")
+        except MoonpoolError as e:
+            log.warning("not quarantined: %s", e)
+
+    async def _end_landing(self, landing: int) -> None:
+        try:
+            await self.client.end_landing(landing)
+        except MoonpoolError as e:  # the session is over, and its landings with it
+            log.info("landing %d not ended: %s", landing, e)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._loose.add(task)
+        task.add_done_callback(self._loose.discard)

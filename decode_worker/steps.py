@@ -1,0 +1,124 @@
+"""The step loop: admit, plan, compute, tell; one step after the other for as long as anybody can compute."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from moonpool.core.config import Config
+from moonpool.core.errors import Failure
+from moonpool.core.membership import StepTiming
+from moonpool.core.request import Sampled
+from moonpool.decode_worker.batcher import Admission, Batcher, Limits, Step
+from moonpool.decode_worker.compute import Computed, Computer
+from moonpool.decode_worker.publisher import BlockPublisher, BlockStore
+from moonpool.decode_worker.sequence import Phase, Sequence
+from moonpool.engine.engine import Engine
+
+MAX_TIMINGS = 1_024  # between two reports
+log = logging.getLogger(__name__)
+
+
+class StepOwner(Protocol):
+    """Who hears what the loop does. All on the event loop."""
+
+    def fill(self, admission: Admission) -> None:
+        """The sequence has pages: bring its KV in, then ``join`` it."""
+
+    def sampled(self, sequence: Sequence, sampled: Sampled) -> None:
+        """The id was appended to the sequence."""
+
+    def failed(self, sequence: Sequence, failure: Failure) -> None:
+        """Its step could not be computed."""
+
+    def broke(self, failure: Failure) -> None:
+        """The loop itself ended on a bug: nothing is computed any more."""
+
+
+class StepLoop:
+    """Owns the batcher, the compute thread and the publishing of completed blocks."""
+
+    def __init__(self, config: Config, engine: Engine, owner: StepOwner, store: Callable[[], BlockStore | None]) -> None:
+        self.batcher = Batcher(
+            engine.pages,
+            Limits(
+                block_tokens=engine.layout.block_tokens,
+                max_batch=config.engine.max_batch,
+                chunk_tokens=config.engine.prefill_chunk,
+                growth_reserve=config.engine.growth_reserve,
+                queue_limit=config.timing.queue_limit,
+                reuse=config.engine.reuse,
+            ),
+        )
+        self.publisher = BlockPublisher(engine, store, self.poke)
+        self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
+        self.steps = 0
+        self._owner = owner
+        self._computer = Computer(engine)
+        self._wake = asyncio.Event()
+        self._task = asyncio.create_task(self._run(), name="steps")
+
+    def poke(self) -> None:
+        """Something changed: a sequence came, joined or left, or pages came free."""
+        self._wake.set()
+
+    def add(self, sequence: Sequence) -> None:
+        """Busy when the queue is full."""
+        self.batcher.add(sequence)
+        self.poke()
+
+    def join(self, sequence: Sequence, computed: int) -> None:
+        """The KV of ``computed`` tokens is in its pages; a hand-off left its blocks in this host's pool."""
+        self.publisher.offer(self.batcher.join(sequence, computed), stored=sequence.remote)
+        self.poke()
+
+    def end(self, sequence: Sequence) -> None:
+        """Out of the batch; its pages go now, or when the step under way is over."""
+        self.batcher.end(sequence)
+        self.poke()
+
+    async def close(self) -> None:
+        """A step under way is waited for."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.to_thread(self._computer.close)
+        await self.publisher.close()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._wake.clear()
+                for admission in self.batcher.admit():
+                    self._owner.fill(admission)
+                step = self.batcher.plan()
+                if step is None:
+                    await self._wake.wait()
+                    continue
+                await self._compute(step)
+        except Exception as e:
+            log.exception("the step loop ended")
+            self._owner.broke(Failure.of(e))
+
+    async def _compute(self, step: Step) -> None:
+        try:
+            computed = await self._computer.run(step)
+        except Exception as e:
+            log.exception("a step of %d rows failed", len(step.rows))
+            self.batcher.abandon(step)
+            for row in step.rows:
+                self._owner.failed(row.sequence, Failure.of(e))
+            return
+        self._advance(step, computed)
+
+    def _advance(self, step: Step, computed: Computed) -> None:
+        self.steps += 1
+        if all(row.end - row.start == 1 for row in step.rows):
+            self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), computed.seconds))
+        ids = [None if sampled is None else sampled.token for sampled in computed.sampled]
+        self.publisher.offer(self.batcher.complete(step, ids))
+        for row, sampled in zip(step.rows, computed.sampled, strict=True):
+            if sampled is not None and row.sequence.phase is Phase.RUNNING:
+                self._owner.sampled(row.sequence, sampled)

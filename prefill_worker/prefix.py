@@ -1,0 +1,189 @@
+"""The reusable prefix of a prompt: where its blocks are, and how they come into device pages while the rest computes.
+
+Order of search: the worker's own device pages (the caller's match), the pool of its own host, then what the placement
+says another node holds. The pool's pin answer is the truth; whatever it does not give is computed. Used by prefill
+workers and by role ``both``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.core.errors import DigestMismatch, MoonpoolError
+from moonpool.core.landing import SlotRef, Ticket
+from moonpool.core.layout import KVLayout
+from moonpool.core.membership import Peers
+from moonpool.core.placement import Segment, Source
+from moonpool.kvstore.client import StoreClient
+
+FETCH_SHARE = 0.25  # of the time left that a fetch may take before its blocks are computed instead,
+FETCH_LIMIT_MS = 5_000  # and never more than this: meanwhile the worker computes nothing
+log = logging.getLogger(__name__)
+
+
+class PrefixLost(Exception):
+    """Only the first ``blocks`` of the loaded blocks are good: the rest must be computed."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(f"{blocks} blocks of the prefix are left")
+        self.blocks = blocks
+
+
+class LoadStopped(Exception):
+    """The load was stopped; nobody wants it any more."""
+
+
+@dataclass(slots=True)
+class Found:
+    """Blocks pinned in the pool of this host: ``slots[i]`` holds the i-th block asked for. ``close`` ends the pins."""
+
+    client: StoreClient | None = None
+    slots: list[SlotRef] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    fetched_bytes: int = 0
+
+    async def close(self) -> None:
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            try:
+                await self.client.unpin(ticket)  # type: ignore[union-attr]  # tickets come from a client
+            except MoonpoolError as e:  # the session is over, and the pin with it
+                log.info("ticket %d not unpinned: %s", ticket.id, e)
+
+
+async def find(
+    client: StoreClient | None,
+    peers: Peers,
+    keys: Sequence[bytes],
+    first: int,
+    segments: Sequence[Segment],
+    deadline_ms: int,
+) -> Found:
+    """Pin the blocks ``keys[first:]`` as far as they can be had; where ``segments`` say so they come from other nodes."""
+    found = Found(client)
+    if client is None or first >= len(keys):
+        return found
+    try:
+        _take(found, await client.pin(keys[first:]))
+        while await _fetch_next(found, client, peers, keys, first, segments, deadline_ms):
+            pass
+    except MoonpoolError as e:  # what is pinned so far is good
+        log.warning("prefix: %d of %d blocks found, then: %s", len(found.slots), len(keys) - first, e)
+    except asyncio.CancelledError:
+        await found.close()
+        raise
+    return found
+
+
+async def _fetch_next(
+    found: Found,
+    client: StoreClient,
+    peers: Peers,
+    keys: Sequence[bytes],
+    first: int,
+    segments: Sequence[Segment],
+    deadline_ms: int,
+) -> bool:
+    """Fetch the segment that the next missing block lies in; False when there is none, or it did not come whole."""
+    have = first + len(found.slots)
+    for segment in segments:
+        end = min(segment.first + segment.count, len(keys))
+        if segment.source is Source.FETCH and segment.node is not None and segment.first <= have < end:
+            store = peers.store_of(segment.node)
+            if store is None:
+                return False
+            limit = min(int(deadline_ms * FETCH_SHARE), FETCH_LIMIT_MS)
+            fetched = await client.fetch(keys[have:end], store.node, store.address, limit)
+            found.fetched_bytes += fetched.bytes
+            _take(found, fetched.ticket)
+            return first + len(found.slots) == end
+    return False
+
+
+def _take(found: Found, ticket: Ticket) -> None:
+    if ticket.slots:
+        found.tickets.append(ticket)
+        found.slots += ticket.slots
+
+
+class PrefixLoad:
+    """Copies pinned blocks into pages, layer by layer, on a thread that runs ahead of the compute thread.
+
+    ``bad`` is set once a copy failed its digest: (slot, layer) of the copy that the caller quarantines.
+    """
+
+    def __init__(self, found: Found, pages: Sequence[int], kv_bytes: NDArray[np.uint8], layout: KVLayout) -> None:
+        """``pages[i]`` takes the block of ``found.slots[i]``; the caller holds them until ``ended``."""
+        assert found.client is not None
+        self._client = found.client
+        self._slots = found.slots
+        self._pages = pages
+        self._kv_bytes = kv_bytes
+        self._layout = layout
+        self._changed = threading.Condition()
+        self._layers_in = 0
+        self._stopped = False
+        self.blocks = len(found.slots)  # good so far
+        self.bad: tuple[SlotRef, int] | None = None
+        self._over = asyncio.Event()
+
+    def start(self, thread: Executor) -> None:
+        asyncio.get_running_loop().run_in_executor(thread, self._run).add_done_callback(self._end)
+
+    async def ended(self) -> None:
+        """Until the thread writes these pages no more."""
+        await self._over.wait()
+
+    def stop(self) -> None:
+        """Waiters raise LoadStopped, and the thread ends after the slice under way: await ``ended``."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int, blocks: int) -> None:
+        """Until ``layer`` of the first ``blocks`` blocks is in pages. PrefixLost where fewer are good, or LoadStopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._layers_in > layer or self.blocks < blocks or self._stopped)
+            if self._stopped:
+                raise LoadStopped
+            if self.blocks < blocks:
+                raise PrefixLost(self.blocks)
+
+    def _run(self) -> None:
+        for layer in range(self._layout.layers):
+            self._load_layer(layer)
+            with self._changed:
+                self._layers_in = layer + 1
+                self._changed.notify_all()
+
+    def _load_layer(self, layer: int) -> None:
+        for i, (slot, page) in enumerate(zip(self._slots, self._pages, strict=True)):
+            if self._stopped or i >= self.blocks:
+                return
+            try:
+                self._client.read_slice(slot, layer, self._kv_bytes[page, layer], self._layout.block_tokens)
+            except DigestMismatch:
+                self._lose(i, (slot, layer))
+            except MoonpoolError as e:  # the session is over: what was read is good, but no block of it is whole
+                log.warning("prefix load ends at layer %d: %s", layer, e)
+                self._lose(0, None)
+
+    def _lose(self, blocks: int, bad: tuple[SlotRef, int] | None) -> None:
+        with self._changed:
+            self.blocks = blocks
+            self.bad = bad or self.bad
+            self._changed.notify_all()
+
+    def _end(self, run: asyncio.Future[None]) -> None:
+        if (error := run.exception()) is not None:
+            log.error("prefix load broke", exc_info=error)
+            self._lose(0, None)
+        self._over.set()
