@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import model, run_role, up
+from moonpool.cli import chat, config, doctor, down, model, run_role, status, up
 from moonpool.core.errors import MoonpoolError
 
 
@@ -32,9 +32,23 @@ def build(choices: _Choices) -> typer.Typer:
         choices.debug = debug
 
     app.command("up")(up.up)
+    app.command("down")(down.down)
+    app.command("status")(status.status)
+    app.command("chat")(chat.chat)
+    app.command("explain")(status.explain)
+    app.command("doctor")(doctor.doctor)
     app.command("run")(run_role.run)
     app.add_typer(model.model, name="model")
+    app.add_typer(config.config, name="config")
+    app.command("version")(version)
     return app
+
+
+def version() -> None:
+    """Print the version."""
+    from moonpool import __version__
+
+    print(__version__)
 
 
 def run() -> None:

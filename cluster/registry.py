@@ -137,6 +137,10 @@ class Registry(pb.registry_rpc.RegistryServicer):
         finally:
             self.unsubscribe(queue)
 
+    async def List(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.registry.Members:
+        known = (to_wire(change, pb.types.MemberChange()) for change in self.roster.snapshot())
+        return pb.registry.Members(members=known)
+
     async def ReportGone(self, request: pb.registry.GoneReport, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         self.report_gone(MemberId(request.member), Incarnation(request.incarnation), request.proof)
         return pb.types.Empty()

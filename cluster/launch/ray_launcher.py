@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -77,6 +76,7 @@ class RayLauncher:
         self._say("starting Ray")
         # Short: the paths of Ray's sockets lie below it and may not pass 107 bytes.
         self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
+        self._state.keep_scratch(self._scratch)
         await asyncio.to_thread(self._init)
         for child in psutil.Process().children(recursive=True):
             self._state.record(f"ray-{child.pid}", child.pid)
@@ -103,7 +103,7 @@ class RayLauncher:
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         await asyncio.to_thread(ray.shutdown)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._state.drop_scratch()
 
     def _init(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

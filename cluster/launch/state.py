@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -43,7 +44,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """``phase`` is starting or ready; ``url`` is known once ready. ``scratch`` is a folder to remove with the cluster."""
+    """``phase`` is starting or ready; ``url`` is known once ready."""
 
     supervisor: ProcessRecord
     name: str
@@ -51,7 +52,6 @@ class ClusterState:
     registry: str
     phase: str = "starting"
     url: str = ""
-    scratch: str = ""
 
 
 class StateDir:
@@ -103,6 +103,18 @@ class StateDir:
                 found[path.stem] = record
         return found
 
+    def keep_scratch(self, folder: Path) -> None:
+        """A folder outside this one that ends with the cluster."""
+        link = self.path / "scratch"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+
+    def drop_scratch(self) -> None:
+        link = self.path / "scratch"
+        if link.is_symlink():
+            shutil.rmtree(link.resolve(), ignore_errors=True)
+            link.unlink()
+
     def end_leftovers(self, patience_s: float = 3.0) -> list[str]:
         """Ends recorded processes that still live, kindly and then not; returns their names. Blocks."""
         left = self.recorded()
@@ -113,4 +125,5 @@ class StateDir:
             until = time.monotonic() + patience_s
             while any(r.alive() for r in left.values()) and time.monotonic() < until:
                 time.sleep(0.05)
+        self.drop_scratch()
         return sorted(left)

@@ -3,8 +3,10 @@
 isort:skip_file
 Membership: the embedded registry of the launcher's supervisor (one machine or a trusted network)."""
 
+from collections import abc as abc
 from google.protobuf import descriptor as descriptor
 from google.protobuf import message as message
+from google.protobuf.internal import containers as containers
 from moonpool.wire.generated import types_pb2 as types_pb2
 import builtins as builtins
 import sys
@@ -92,5 +94,23 @@ class GoneReport(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "member", b"member", "proof", b"proof"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Members(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def members(self) -> containers.RepeatedCompositeFieldContainer[types_pb2.MemberChange]: ...
+    def __init__(
+        self,
+        *,
+        members: abc.Iterable[types_pb2.MemberChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["members", b"members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

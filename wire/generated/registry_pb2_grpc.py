@@ -45,6 +45,11 @@ class RegistryStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.MemberChange.FromString,
                 _registered_method=True)
+        self.List = channel.unary_unary(
+                '/moonpool.v1.Registry/List',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.Members.FromString,
+                _registered_method=True)
         self.ReportGone = channel.unary_unary(
                 '/moonpool.v1.Registry/ReportGone',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.GoneReport.SerializeToString,
@@ -70,6 +75,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """everybody known, now
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportGone(self, request, context):
         """a host's agent proves a death
         """
@@ -89,6 +101,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.MemberChange.SerializeToString,
+            ),
+            'List': grpc.unary_unary_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.Members.SerializeToString,
             ),
             'ReportGone': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportGone,
@@ -150,6 +167,33 @@ class Registry:
             '/moonpool.v1.Registry/Watch',
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_types__pb2.MemberChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Registry/List',
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_registry__pb2.Members.FromString,
             options,
             channel_credentials,
             insecure,

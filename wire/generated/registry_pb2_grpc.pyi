@@ -38,6 +38,8 @@ class RegistryStub:
     """
     Watch: _grpc.UnaryStreamMultiCallable[_types_pb2.Empty, _types_pb2.MemberChange]
     """everybody known, then changes"""
+    List: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _registry_pb2.Members]
+    """everybody known, now"""
     ReportGone: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GoneReport, _types_pb2.Empty]
     """a host's agent proves a death"""
 
@@ -50,6 +52,8 @@ class RegistryAsyncStub(RegistryStub):
     """
     Watch: _aio.UnaryStreamMultiCallable[_types_pb2.Empty, _types_pb2.MemberChange]  # type: ignore[assignment]
     """everybody known, then changes"""
+    List: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _registry_pb2.Members]  # type: ignore[assignment]
+    """everybody known, now"""
     ReportGone: _aio.UnaryUnaryMultiCallable[_registry_pb2.GoneReport, _types_pb2.Empty]  # type: ignore[assignment]
     """a host's agent proves a death"""
 
@@ -71,6 +75,14 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_types_pb2.MemberChange], _abc.AsyncIterator[_types_pb2.MemberChange]]:
         """everybody known, then changes"""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _types_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.Members, _abc.Awaitable[_registry_pb2.Members]]:
+        """everybody known, now"""
 
     @_abc_1.abstractmethod
     def ReportGone(

@@ -1,0 +1,75 @@
+"""``moonpool chat "question"``: one streaming chat request, printed as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from moonpool.cli.options import ClusterName
+from moonpool.cli.running import find
+
+
+def chat(
+    question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
+    url: Annotated[str, typer.Option("--url", help="Base URL of a gateway; default: the cluster that runs here.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    name: ClusterName = None,
+) -> None:
+    """Ask one question and print the answer while it streams."""
+    from moonpool.core.errors import NoPath
+
+    base = (url or find(name).url).rstrip("/")
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "model": _first_model(base),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+    }
+    for event in _events(f"{base}/v1/chat/completions", body):
+        if "error" in event:
+            sys.stdout.write("\n")
+            raise NoPath(f"answer: {event['error'].get('message', event['error'])}", retry_after_s=1.0)
+        for choice in event.get("choices", ()):
+            sys.stdout.write(choice.get("delta", {}).get("content") or "")
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def _first_model(base: str) -> str:
+    with _open(urllib.request.Request(f"{base}/v1/models")) as answer:
+        return str(json.load(answer)["data"][0]["id"])
+
+
+def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The JSON of every server-sent event, as it arrives."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with _open(request) as answer:
+        for raw in answer:
+            line = raw.decode().strip()
+            if line.startswith("data:") and line != "data: [DONE]":
+                yield json.loads(line.removeprefix("data:"))
+
+
+def _open(request: urllib.request.Request) -> Any:
+    """InvalidRequest or NoPath with the server's own words."""
+    from moonpool.core.errors import InvalidRequest, NoPath
+
+    try:
+        return urllib.request.urlopen(request, timeout=120)
+    except urllib.error.HTTPError as e:
+        text = e.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise InvalidRequest(f"HTTP {e.code}: {text}") from e
+    except OSError as e:
+        raise NoPath(f"--url: {request.full_url} does not answer ({e}); is the cluster up?", retry_after_s=1.0) from e

@@ -1,0 +1,148 @@
+"""``moonpool doctor``: what this machine has and lacks, each line with its fix."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from moonpool.cli.options import ConfigFile, Settings, read_config
+
+if TYPE_CHECKING:
+    from moonpool.core.config import Config
+
+GIB = 1 << 30
+LEAST_FILES = 4_096
+TRY_UCX = """
+import os
+os.environ.update({name: value for name, value in (("UCX_TLS", "tcp"), ("UCX_LOG_LEVEL", "error")) if name not in os.environ})
+if not os.path.exists("/sys/class/infiniband"):
+    os.environ.setdefault("UCX_MODULES", "^ib")
+from nixl_cu12._api import nixl_agent, nixl_agent_config
+nixl_agent("doctor", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``grade``: ok, warn or fail. ``fix`` is empty for ok."""
+
+    grade: str
+    what: str
+    fix: str = ""
+
+
+def doctor(config_file: ConfigFile = None, settings: Settings = None) -> None:
+    """Check this machine: each line is ok, warn or fail, with what to do about it. Exit code 1 if anything fails."""
+    config, _ = read_config(config_file, settings)
+    worst = 0
+    for finding in _findings(config):
+        worst = max(worst, finding.grade == "fail")
+        print(f"{finding.grade:<5} {finding.what}" + (f" -> {finding.fix}" if finding.fix else ""), flush=True)
+    raise typer.Exit(worst)
+
+
+def _findings(config: Config) -> Iterator[Finding]:
+    yield _python()
+    yield _cores(config)
+    yield _memory()
+    yield _shared_memory(config)
+    yield _files()
+    yield _child("UCX through NIXL", TRY_UCX, "reinstall nixl-cu12; on a host without RDMA set UCX_MODULES=^ib")
+    yield _child("ray", "import ray", "run scripts/setup again, or use --launcher process")
+    yield _model(config)
+    yield _port(config)
+    yield _state(config)
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    return Finding("ok", f"python {found}") if sys.version_info >= (3, 11) else Finding("fail", f"python {found}", "use 3.11")
+
+
+def _cores(config: Config) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    workers = sum(n.prefill + n.decode + n.both for n in config.cluster.nodes)
+    if workers > cores:
+        return Finding("warn", f"{cores} cores for {workers} workers", "they share cores: expect slower tokens, or run fewer")
+    return Finding("ok", f"{cores} cores for {workers} workers")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    text = f"{free / GIB:.1f} GiB of memory available"
+    return Finding("ok", text) if free > 6 * GIB else Finding("warn", text, "set store.pool_bytes and engine.page_bytes lower")
+
+
+def _shared_memory(config: Config) -> Finding:
+    folder = Path(config.store.directory or "/dev/shm")
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as e:
+        return Finding("fail", f"{folder}: {e.strerror}", "set store.directory to a folder on a memory file system")
+    wanted = config.store.pool_bytes * len(config.cluster.nodes)
+    text = f"{folder}: {free / GIB:.1f} GiB free"
+    if free < max(wanted, GIB):
+        return Finding("fail", text, "lower store.pool_bytes, or mount it larger (containers: --shm-size)")
+    return Finding("ok", text)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} open files allowed"
+    return Finding("ok", text) if soft >= LEAST_FILES else Finding("warn", text, f"ulimit -n {min(hard, 65_536)}")
+
+
+def _child(name: str, code: str, fix: str) -> Finding:
+    """In a process of its own: a library that crashes shall not take the doctor along."""
+    try:
+        done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("fail", f"{name}: no answer within 60 s", fix)
+    if done.returncode == 0:
+        return Finding("ok", name)
+    why = f"killed by signal {-done.returncode}" if done.returncode < 0 else (done.stderr.strip().splitlines() or [""])[-1]
+    return Finding("fail", f"{name}: {why}", fix)
+
+
+def _model(config: Config) -> Finding:
+    path = config.model.path
+    for folder in (Path(path).expanduser(), Path.home() / ".cache/moonpool/models" / path):
+        if (folder / "config.json").is_file():
+            return Finding("ok", f"model {path}: {folder}")
+    return Finding("warn", f"model {path} is not here yet", f"moonpool model fetch {path} (`moonpool up` does it, too)")
+
+
+def _port(config: Config) -> Finding:
+    from moonpool.cluster.launch.supervisor import require_free_port
+    from moonpool.core.errors import ConfigError
+
+    try:
+        require_free_port(config)
+    except ConfigError as e:
+        return Finding("warn", e.message, "give another --port")
+    return Finding("ok", f"port {config.gateway.port} is free")
+
+
+def _state(config: Config) -> Finding:
+    from moonpool.cluster.launch.state import StateDir
+    from moonpool.core.errors import ConfigError
+
+    try:
+        state = StateDir(Path(config.cluster.state_dir))
+    except ConfigError as e:
+        return Finding("fail", e.message, "set cluster.state_dir")
+    left = state.recorded()
+    if left and state.read() is None:
+        return Finding("warn", f"left by a dead cluster: {', '.join(left)}", "moonpool down")
+    return Finding("ok", f"state in {state.path}")

@@ -1,0 +1,31 @@
+"""``moonpool down``: stops the cluster that runs here, and what a dead one left."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from moonpool.cli.options import ClusterName, ConfigFile, Settings, say
+from moonpool.cli.running import find
+
+PATIENCE_S = 40.0
+
+
+def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Settings = None) -> None:
+    """Stop the cluster in order; end what an earlier one left behind."""
+    running = find(name, config_file, settings)
+    if running.state is not None:
+        supervisor = running.state.supervisor
+        say(f"stopping {running.state.name} (process {supervisor.pid})")
+        supervisor.signal(signal.SIGTERM)
+        until = time.monotonic() + PATIENCE_S
+        while supervisor.alive() and time.monotonic() < until:
+            time.sleep(0.1)
+        if supervisor.alive():
+            say(f"process {supervisor.pid} does not end; killed")
+            supervisor.signal(signal.SIGKILL)
+    left = running.state_dir.end_leftovers()
+    running.state_dir.clear()
+    if left:
+        say(f"ended what was left: {', '.join(left)}")
+    say("stopped" if running.state else f"{running.config.cluster.name}: nothing was running")

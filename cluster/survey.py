@@ -1,0 +1,80 @@
+"""Asks a running cluster who is there and what each process says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import grpc
+
+from moonpool.core.errors import NoPath
+from moonpool.core.ids import Role
+from moonpool.core.membership import Liveness, MemberChange
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire
+
+TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``numbers`` and ``words`` are empty for whoever is not live, or did not answer (``trouble`` says why)."""
+
+    change: MemberChange
+    numbers: dict[str, float] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    trouble: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self.change.member),
+            "liveness": self.change.liveness.value,
+            "proof": self.change.proof,
+            "numbers": self.numbers,
+            "words": self.words,
+            "trouble": self.trouble,
+        }
+
+
+async def members(registry: str) -> list[MemberChange]:
+    """Everybody the registry knows, by id. NoPath when it does not answer."""
+    async with grpc.aio.insecure_channel(registry) as channel:
+        try:
+            known = await pb.registry_rpc.RegistryStub(channel).List(pb.types.Empty(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as e:
+            raise NoPath(f"registry: {registry} does not answer ({e.details()}); is the cluster up?", retry_after_s=1.0) from e
+    return sorted((from_wire(m, MemberChange) for m in known.members), key=lambda c: c.member.id)
+
+
+async def survey(registry: str) -> list[Answer]:
+    return list(await asyncio.gather(*(_ask(change) for change in await members(registry))))
+
+
+async def _ask(change: MemberChange) -> Answer:
+    if change.liveness is not Liveness.LIVE:
+        return Answer(change)
+    async with grpc.aio.insecure_channel(change.member.address) as channel:
+        try:
+            stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=TIMEOUT_S)
+        except grpc.aio.AioRpcError as e:
+            return Answer(change, trouble=f"{e.code().name}: {e.details()}")
+    return Answer(change, dict(stats.numbers), dict(stats.words))
+
+
+async def explain(registry: str, request: str) -> str | None:
+    """The decision record of ``request`` as JSON, from whichever conductor has it. NoPath without a conductor."""
+    conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
+    if not conductors:
+        raise NoPath("conductor: none is live; its records end with it", retry_after_s=1.0)
+    for conductor in conductors:
+        async with grpc.aio.insecure_channel(conductor.address) as channel:
+            try:
+                reply = await pb.conductor_rpc.ConductorStub(channel).Explain(
+                    pb.conductor.ExplainRequest(request=request), timeout=TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError:
+                continue
+        if reply.found:
+            return str(reply.json)
+    return None
