@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,17 +62,17 @@ def key_id(hash_key: bytes) -> str:
 def load_hash_key(path: Path) -> bytes:
     """The cluster's hash key from ``path``; the first start makes it (mode 0600). Safe when several start at once."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}")
-        fd = os.open(fresh, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as f:
-            f.write(os.urandom(HASH_KEY_BYTES))
-        try:
-            os.link(fresh, path)  # atomic: the first one wins, the others read it
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+            with os.fdopen(fd, "wb") as f:
+                f.write(os.urandom(HASH_KEY_BYTES))
+            try:
+                os.link(fresh, path)  # atomic: the first one wins, the others read it
+            except FileExistsError:
+                pass
+            finally:
+                os.unlink(fresh)
         raw = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"key_file: cannot read or make {path}: {e.strerror}; give a writable path", param="key_file") from e

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from moonpool.core.errors import InvalidRequest
+from moonpool.core.errors import InvalidRequest, UserError
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -114,4 +114,7 @@ def from_wire(message: Message, cls: type[T]) -> T:
                 values[f.name] = raw
         except ValueError as e:
             raise InvalidRequest(f"{cls.__name__}.{f.name}: {e}", param=f.name) from e
-    return cls(**values)
+    try:
+        return cls(**values)
+    except UserError as e:  # the dataclass checks itself
+        raise InvalidRequest(f"{cls.__name__}: {e.message}", param=e.param) from e

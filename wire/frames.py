@@ -52,7 +52,7 @@ def _decode(frame: bytes, kind: Kind, decoder: msgspec.msgpack.Decoder[T], limit
         raise InvalidRequest(f"frame: kind {frame[0]} version {frame[1]}; kind {int(kind)} version {VERSION} expected")
     try:
         return decoder.decode(memoryview(frame)[2:])
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:  # msgspec walks into unknown values as deep as they nest
         raise InvalidRequest(f"frame: {kind.name.lower()} is malformed: {e}") from e
 
 
