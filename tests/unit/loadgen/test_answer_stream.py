@@ -3,9 +3,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fake_server import event, text, usage
 from hypothesis import given
 from hypothesis import strategies as st
+from support.openai_server import event, text, usage
 
 from moonpool.loadgen.stream import StreamReader, error_in
 

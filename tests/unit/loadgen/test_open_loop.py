@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 from aiohttp import web
-from fake_server import Body, Script, answer_at_once, event, open_stream, prompt_tokens, serving, text, usage
+from support.openai_server import Body, Script, answer_at_once, event, open_stream, prompt_tokens, serving, text, usage
 
 from moonpool.core.request import Targets
 from moonpool.loadgen.client import Answer, HttpSender, open_session

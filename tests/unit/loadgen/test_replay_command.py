@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from fake_server import Body, VirtualClock, answer_at_once, serving_in_thread
 from rich.console import Console
+from support.openai_server import Body, VirtualClock, answer_at_once, serving_in_thread
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.request import Targets

@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from fake_server import VirtualClock
+from support.openai_server import VirtualClock
 
 from moonpool.loadgen.clock import Clock, MonotonicClock
 from moonpool.loadgen.plan import Scaling, plan_sends

@@ -1,0 +1,56 @@
+"""A cluster of one's own for the length of a measurement, started and stopped the way a user does it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from moonpool.core.errors import ConfigError
+
+_START_S = 300.0
+_STOP_S = 60.0
+
+BOTH = '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]'
+SPLIT = '[{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]'
+
+
+@contextmanager
+def local_cluster(
+    nodes: str, model_dir: Path, settings: Mapping[str, str], *, launcher: Literal["ray", "process"] = "process"
+) -> Iterator[str]:
+    """``moonpool up --detach`` with ``nodes`` (JSON of cluster.nodes); yields its URL; ``moonpool down`` in any case.
+
+    Progress goes to standard error. ConfigError: it did not become ready.
+    """
+    name = f"bench-{os.getpid()}"
+    port = _free_port()
+    values = {"cluster.nodes": nodes, **settings}
+    options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    up = ["up", "--detach", "--launcher", launcher, "--name", name, "--port", str(port), "--model", str(model_dir)]
+    try:
+        if _moonpool([*up, *options], _START_S) != 0:
+            raise ConfigError("bench: the cluster did not start; its reason is above", param="bench")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        _moonpool(["down", "--name", name], _STOP_S)
+
+
+def _moonpool(words: list[str], timeout_s: float) -> int:
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "moonpool.cli.main", *words], stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=timeout_s
+        ).returncode
+    except subprocess.TimeoutExpired as e:
+        raise ConfigError(f"bench: `moonpool {words[0]}` took more than {timeout_s:.0f} s", param="bench") from e
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
