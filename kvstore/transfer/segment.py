@@ -7,8 +7,6 @@ local writer fell silent is freed by that writer's pidfd, never by making an end
 
 from __future__ import annotations
 
-import mmap
-import os
 import queue
 import threading
 import time
@@ -16,13 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import MoonpoolError, TransferFailed
+from moonpool.kvstore.regions import map_region
 from moonpool.kvstore.transfer.carrier import LENGTH, Endpoint, Pieces
 from moonpool.kvstore.transfer.pieces import Extents, coalesce, memory_extents, region_sizes, require_inside
 from moonpool.kvstore.transfer.throttle import TokenBucket
@@ -30,8 +29,8 @@ from moonpool.kvstore.transfer.throttle import TokenBucket
 Notify = Callable[[Endpoint, Sequence[bytes]], Future[None]]
 """Hands frames to the target's ``Notify`` call; the future ends with TransferFailed or PeerSilent where it fails."""
 
-MAX_FRAMES = 64  # frames of one Notify call
-log = structlog.get_logger(__name__)
+MAX_FRAMES = 64  # of one Notify call
+MAX_FRAME_BYTES = 512 << 10  # of one Notify call, unless one frame alone has more
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +121,7 @@ class SegmentSender:
     def _target(self, endpoint: Endpoint) -> _Target:
         found = self._targets.get(_name(endpoint))
         if found is None:
-            regions = {r.number: map_region(r.path, r.size) for r in endpoint.regions}
+            regions = {r.number: map_region(r) for r in endpoint.regions}
             extents = Extents(dict.fromkeys(regions, 0), region_sizes(endpoint.regions))
             found = self._targets[_name(endpoint)] = _Target(endpoint, regions, extents)
         return found
@@ -150,7 +149,9 @@ class SegmentSender:
         """At most one call to a target at a time: frames that gather meanwhile go together."""
         if target.calling or not target.copied:
             return
-        batch, target.copied = target.copied[:MAX_FRAMES], target.copied[MAX_FRAMES:]
+        sizes = accumulate(len(frame) for frame, _ in target.copied[:MAX_FRAMES])
+        count = max(1, sum(size <= MAX_FRAME_BYTES for size in sizes))
+        batch, target.copied = target.copied[:count], target.copied[count:]
         target.calling = True
         self._calling += 1
         call = self._notify(target.endpoint, [frame for frame, _ in batch])
@@ -180,18 +181,3 @@ class SegmentSender:
 def _name(endpoint: Endpoint) -> str:
     """Region files belong to a node's life, whatever the generation of its endpoint for other hosts."""
     return f"{endpoint.node}.{endpoint.incarnation}"
-
-
-def map_region(path: str, size: int) -> NDArray[np.uint8]:
-    """A region file of this host, mapped whole, writable, its page table filled. TransferFailed where it cannot be."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_size < size:
-                raise TransferFailed(f"region {path}: the file has fewer than {size} bytes")
-            view = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        finally:
-            os.close(fd)
-    except (OSError, ValueError) as e:
-        raise TransferFailed(f"region {path}: {e}") from e
-    return np.frombuffer(view, dtype=np.uint8)

@@ -35,19 +35,6 @@ def ucx_environment(config: TransferConfig, given: Mapping[str, str]) -> dict[st
     return {name: value for name, value in wanted.items() if name not in given}
 
 
-def require_fenced_transport(tls: str) -> None:
-    """ConfigError unless UCX may use TCP only: between two node ids on one machine nothing else can be fenced.
-
-    UCX's shared-memory lanes write into the target without its help, so making its endpoint anew proves nothing.
-    """
-    if tls != "tcp":
-        raise ConfigError(
-            f"transfer.ucx_tls: {tls!r} between two node ids on one machine; set it to 'tcp' (the same node id on both "
-            "sides uses the mapped segment, which is faster than either)",
-            param="transfer.ucx_tls",
-        )
-
-
 def agent_name(member: str, incarnation: int, end: str, life: int) -> str:
     """A name no other life of any agent has (a survivor refuses one it still knows); ``end`` is "r" or "s".
 

@@ -1,0 +1,345 @@
+"""One landing as its writer fills it: layers out as they finish, broken connections mended, drained at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from moonpool.core.digests import slice_digest
+from moonpool.core.errors import AttemptFailed, Bug, Failure, MoonpoolError, TransferFailed
+from moonpool.core.handoff import Drained
+from moonpool.core.landing import Landing, LandingSlot, PushNotice, SliceNotice, SlotRef
+from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.kvstore.push_target import LandingState, PushTarget
+from moonpool.kvstore.transfer.carrier import LENGTH, Endpoint, Pieces
+from moonpool.wire.frames import encode_notice
+
+SETTLE_S = 0.5  # after the last push is done: how long notices may still be on their way before slices are pushed again
+RESETTLE_S = 5.0  # the same after pushing again; then the landing has failed
+STATE_WAIT_S = 0.2  # of one question for the state
+MENDS = 3  # broken connections that one landing survives
+log = structlog.get_logger(__name__)
+
+Slice = tuple[int, int]  # prompt block, layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A layer slice to push: where its bytes are (memory, offset), its digest, and the slot it goes to."""
+
+    memory: int
+    offset: int
+    valid: int
+    digest: int
+    slot: LandingSlot
+
+
+@dataclass(slots=True, eq=False)
+class _Push:
+    chunk: int
+    layer: int
+    sources: tuple[_Source, ...]
+    endpoint: Endpoint
+    size: int
+    future: Future[None]
+
+
+class PushLanding:
+    """Made by ``Pusher``. ``push_layer`` and ``push_slots`` may be called from any one thread, the rest from the loop.
+
+    The caller holds the source bytes, unchanged, until ``drain`` or ``cancel`` has returned. ``failure`` is the first
+    one that could not be mended: nothing is posted after it, and the attempt is over.
+    """
+
+    def __init__(
+        self,
+        landing: Landing,
+        layout: KVLayout,
+        memories: Sequence[NDArray[np.uint8]],
+        target: PushTarget | None,
+        endpoint: Endpoint | None,
+    ) -> None:
+        """``target`` and ``endpoint`` are None only where nothing is to be pushed and nobody to be told."""
+        self.landing = landing
+        self.failure: Failure | None = None
+        self._layout = layout
+        self._memories = memories
+        self._target = target
+        self._endpoint = endpoint
+        self._slots = {slot.block: slot for slot in landing.slots}
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # _pushes, _endpoint, _closed
+        self._pushes: list[_Push] = []
+        self._closed = False
+        self._gave_up = False
+        self._mends = 0
+        self._mending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[Drained] | None = None
+        self._sent = 0
+        if target is not None:
+            target.landings += 1
+        self._unsafe = 0  # the last generation of the endpoint in which a posted write did not end well; 0: none
+
+    # Pushing, from the compute thread.
+
+    def push_layer(self, chunk: int, layer: int, blocks: Sequence[tuple[int, int, int]]) -> None:
+        """Push ``layer`` of (prompt block, page, valid tokens); blocks that the landing does not list are skipped.
+
+        Digests the pages and queues the write: about 0.1 ms for eight blocks. A no-op once the landing failed or ends.
+        Bug: the token count differs from what was granted.
+        """
+        sources = []
+        for block, page, valid in blocks:
+            slot = self._slots.get(block)
+            if slot is not None:
+                if valid != slot.valid:
+                    raise Bug(f"landing {self.landing.id}: block {block} has {valid} tokens, {slot.valid} were granted")
+                sources.append(self._source(0, page * self._layout.block_bytes, layer, slot))
+        self._push(chunk, layer, tuple(sources))
+
+    def push_slots(self, chunk: int, layer: int, slots: Sequence[tuple[int, SlotRef]]) -> None:
+        """Push ``layer`` of (prompt block, sealed slot in the regions registered as source), with the slot's own digests."""
+        sources = []
+        for block, ref in slots:
+            slot = self._slots.get(block)
+            if slot is not None:
+                sources.append(self._sealed(ref, layer, slot))
+        self._push(chunk, layer, tuple(sources))
+
+    def _source(self, memory: int, block_at: int, layer: int, slot: LandingSlot) -> _Source:
+        layout = self._layout
+        offset = block_at + layer * layout.slice_bytes
+        data = self._memories[memory][offset : offset + layout.slice_bytes]
+        return _Source(memory, offset, slot.valid, slice_digest(layout, data, slot.slot.key, layer, slot.valid), slot)
+
+    def _sealed(self, ref: SlotRef, layer: int, slot: LandingSlot) -> _Source:
+        """A sealed block is whole, and its key is the target's: the digest in its trailer is the one to send."""
+        layout = self._layout
+        at = ref.offset + layout.block_bytes + layer * DIGEST_BYTES
+        digest = int.from_bytes(self._memories[ref.region][at : at + DIGEST_BYTES].tobytes(), "little")
+        return _Source(ref.region, ref.offset + layer * layout.slice_bytes, slot.valid, digest, slot)
+
+    def _push(self, chunk: int, layer: int, sources: tuple[_Source, ...]) -> None:
+        with self._lock:
+            if sources and not self._closed and self.failure is None:
+                self._send(chunk, layer, sources)
+
+    def _send(self, chunk: int, layer: int, sources: tuple[_Source, ...]) -> None:
+        """Under the lock, so that a connection that is mended meanwhile finds the push in the list."""
+        assert self._target is not None and self._endpoint is not None
+        landing = self.landing
+        notices = tuple(SliceNotice(s.slot.slot.region, s.slot.slot.offset, s.valid, s.digest) for s in sources)
+        frame = encode_notice(PushNotice(landing.id, landing.request, landing.attempt, chunk, layer, notices))
+        pieces = self._pieces(layer, sources)
+        future = self._target.sender.push(self._endpoint, pieces, frame)
+        push = _Push(chunk, layer, sources, self._endpoint, int(pieces[:, LENGTH].sum()) + len(frame), future)
+        self._pushes.append(push)
+        future.add_done_callback(lambda future: self._ended(push))
+
+    def _pieces(self, layer: int, sources: tuple[_Source, ...]) -> Pieces:
+        rows = []
+        for s in sources:
+            to = s.slot.slot.offset + layer * self._layout.slice_bytes
+            for inside, length in self._layout.pieces(s.valid):
+                rows.append((s.memory, s.offset + inside, s.slot.slot.region, to + inside, length))
+        return np.array(rows, dtype=np.int64)
+
+    # Ends of pushes, first on the carrier's thread, then on the loop.
+
+    def _ended(self, push: _Push) -> None:
+        error = None if push.future.cancelled() else push.future.exception()
+        if error is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._broken, push, error)
+        except RuntimeError:  # the loop is closed: nobody waits for this landing any more
+            log.warning("push_failed_late", landing=self.landing.id, error=str(error))
+
+    def _broken(self, push: _Push, error: BaseException) -> None:
+        if self.failure is not None or self._gave_up:
+            return
+        if not isinstance(error, TransferFailed):
+            self._fail(error)
+        elif self._mending is None:
+            self._mending = asyncio.create_task(self._mend(push.endpoint), name=f"mend landing {self.landing.id}")
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            failure = Failure.of(error)
+            self.failure = failure if self._target is None else replace(failure, peer=self._target.name)
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Cancel what is not yet posted."""
+        with self._lock:
+            waiting = [push.future for push in self._pushes]
+        for future in waiting:
+            future.cancel()
+
+    async def _mend(self, lost: Endpoint) -> None:
+        """The connection to ``lost`` broke: go on with the endpoint's next life, and push again what did not land."""
+        assert self._target is not None
+        try:
+            self._mends += 1
+            if self._mends > MENDS:
+                raise TransferFailed(f"the connection to {self._target.name} broke {self._mends} times", peer=self._target.name)
+            endpoint = await self._target.endpoint_after(lost)
+            with self._lock:
+                self._endpoint = endpoint
+            await self._pushes_ended(lost)
+            state = await self._target.state(self.landing.id, 0.0)
+            if not state.known:
+                raise TransferFailed(f"landing {self.landing.id} is over at {self._target.name}", peer=self._target.name)
+            self._push_again(self._outstanding() - state.landed, older_than=endpoint)
+            log.info("push_mended", landing=self.landing.id, generation=endpoint.generation)
+        except MoonpoolError as e:
+            self._fail(e)
+        finally:
+            self._mending = None
+
+    async def _pushes_ended(self, lost: Endpoint | None = None) -> None:
+        """Every push (those to ``lost`` where given) is done, failed or cancelled, and its end was acted upon."""
+        with self._lock:
+            futures = [push.future for push in self._pushes if lost is None or push.endpoint is lost]
+        await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        await asyncio.sleep(0)  # lets _broken run
+
+    def _outstanding(self) -> set[Slice]:
+        with self._lock:
+            return {(source.slot.block, push.layer) for push in self._pushes for source in push.sources}
+
+    def _push_again(self, wanted: set[Slice] | frozenset[Slice], *, older_than: Endpoint | None = None) -> None:
+        """The ended pushes of ``wanted`` slices once more, to the current endpoint."""
+        with self._lock:
+            if self._gave_up or self.failure is not None:
+                return
+            old, self._pushes = self._pushes, []
+            for push in old:
+                if not push.future.done() or (push.endpoint is older_than and _succeeded(push)):
+                    self._pushes.append(push)
+                    continue
+                self._account(push)
+                again = tuple(s for s in push.sources if (s.slot.block, push.layer) in wanted)
+                rest = tuple(s for s in push.sources if (s.slot.block, push.layer) not in wanted)
+                if rest:
+                    self._pushes.append(replace(push, sources=rest, size=0))
+                if again:
+                    self._send(push.chunk, push.layer, again)
+
+    def _account(self, push: _Push) -> None:
+        """``push`` is done: count its bytes once, or note in which life of the endpoint it may have left some behind."""
+        if _succeeded(push):
+            self._sent += push.size
+            push.size = 0
+        elif not push.future.cancelled() and isinstance(push.future.exception(), AttemptFailed):
+            self._unsafe = max(self._unsafe, push.endpoint.generation)
+
+    # The end.
+
+    async def drain(self) -> Drained:
+        """No more layers will come: see that all landed (pushing once more what did not), then say so to the node.
+
+        Returns when nothing reads the source any more. What could not be saved is in ``failure``. May be called again.
+        """
+        return await self._end()
+
+    async def cancel(self) -> Drained:
+        """Post nothing more, poll what is posted to its end, say so. Also while ``drain`` waits."""
+        self._gave_up = True
+        with self._lock:
+            self._closed = True
+        self._withdraw()
+        return await self._end()
+
+    async def _end(self) -> Drained:
+        with self._lock:
+            self._closed = True
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._finish(), name=f"end landing {self.landing.id}")
+        return await asyncio.shield(self._ending)
+
+    async def _finish(self) -> Drained:
+        try:
+            await self._land()
+        except MoonpoolError as e:
+            self._fail(e)
+        await self._all_ended()
+        with self._lock:
+            for push in self._pushes:
+                self._account(push)
+        await self._say_drained()
+        if self._target is not None:
+            self._target.landings -= 1
+        carrier = "none" if self._target is None else self._target.sender.carrier
+        return Drained(self.landing.id, self._sent, carrier)
+
+    async def _all_ended(self) -> None:
+        await self._pushes_ended()
+        while self._mending is not None:
+            await asyncio.wait({self._mending})
+            await self._pushes_ended()
+
+    async def _land(self) -> None:
+        """Until all that was pushed has landed. Slices that were rejected, or of which no notice came, go once more."""
+        repeated: set[Slice] = set()
+        wait_s = SETTLE_S
+        while True:
+            await self._all_ended()
+            if self.failure is not None or self._gave_up or not self._pushes:
+                return
+            missing, rejected = await self._settle(repeated, wait_s)
+            if not missing or self._gave_up:
+                return
+            again = (rejected or missing) - repeated
+            if not again:
+                raise TransferFailed(
+                    f"{len(missing)} slices of landing {self.landing.id} did not land, pushed twice", peer=self.landing.node
+                )
+            log.warning("pushed_again", landing=self.landing.id, slices=len(again), rejected=len(rejected))
+            self._push_again(again)
+            repeated |= again
+            wait_s = RESETTLE_S
+
+    async def _settle(self, repeated: set[Slice], wait_s: float) -> tuple[set[Slice], set[Slice]]:
+        """(missing, rejected for the first time) once there is one of those, nothing is missing, or ``wait_s`` is over."""
+        assert self._target is not None
+        deadline = time.monotonic() + wait_s
+        while True:
+            asked = time.monotonic()
+            state = await self._target.state(self.landing.id, min(STATE_WAIT_S, max(deadline - asked, 0.0)))
+            missing = self._missing(state)
+            rejected = (missing & state.rejected) - repeated
+            now = time.monotonic()
+            if not missing or rejected or now >= deadline or self._gave_up or self.failure is not None:
+                return missing, rejected
+            await asyncio.sleep(max(0.0, asked + 0.01 - now))  # the node may have had nothing to wait for
+
+    def _missing(self, state: LandingState) -> set[Slice]:
+        """A landing that is over is no longer ours to complete."""
+        return self._outstanding() - state.landed if state.known else set()
+
+    async def _say_drained(self) -> None:
+        """Not where a write failed in the endpoint's present life: its bytes may still come, so the slots stay fenced."""
+        if self._target is None:
+            return
+        try:
+            if self._unsafe:
+                state = await self._target.state(self.landing.id, 0.0)
+                if state.generation <= self._unsafe:
+                    log.warning("not_drained", landing=self.landing.id, generation=state.generation)
+                    return
+            await self._target.drain(self.landing.id)
+        except MoonpoolError as e:
+            self._fail(e)
+
+
+def _succeeded(push: _Push) -> bool:
+    return push.future.done() and not push.future.cancelled() and push.future.exception() is None

@@ -1,0 +1,187 @@
+"""The writer's side of landings, shared by prefill workers (pages) and store nodes (regions, for pushes to other nodes)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.core.config import TransferConfig
+from moonpool.core.errors import MoonpoolError, TransferFailed
+from moonpool.core.handoff import Drained
+from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.landing import Landing, LandingSlot, SlotRef
+from moonpool.core.layout import KVLayout
+from moonpool.core.membership import Member
+from moonpool.core.request import Attempt
+from moonpool.kvstore.push_landing import PushLanding
+from moonpool.kvstore.push_target import PushTarget
+from moonpool.kvstore.transfer.carrier import Endpoint, Sender
+from moonpool.kvstore.transfer.choose import MakeSender, carrier_for, make_sender, require_transport
+from moonpool.wire import pb
+
+__all__ = ["PushLanding", "Pusher"]
+
+KEPT_TARGETS = 64  # store nodes whose connection is kept; the least recently used one goes first
+
+
+class Pusher:
+    """Event-loop only. ``source`` is what it pushes from, and must stay mapped until ``close`` has returned.
+
+    A worker gives its page tensor, [pages, layers, slice_bytes] contiguous uint8, and pushes with ``push_layer``. A store
+    node gives its mapped regions, a flat uint8 array per region number, and pushes with ``push_blocks``.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        layout: KVLayout,
+        source: NDArray[np.uint8] | Sequence[NDArray[np.uint8]],
+        config: TransferConfig,
+        *,
+        senders: MakeSender = make_sender,
+    ) -> None:
+        self._member = member
+        self._layout = layout
+        self._config = config
+        self._make_sender = senders
+        memories = [source] if isinstance(source, np.ndarray) else source
+        self._memories = tuple(_flat(memory) for memory in memories)
+        self._senders: dict[str, Sender] = {}
+        self._targets: dict[tuple[str, str, Incarnation], PushTarget] = {}  # by carrier, address and life; oldest use first
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def prepare(self) -> None:
+        """Make the sending end for other nodes ahead of the first grant (the first UCX agent takes half a second)."""
+        if self._config.carrier in ("auto", "ucx"):
+            self._loop = asyncio.get_running_loop()
+            self._sender("ucx")
+
+    async def grant(
+        self,
+        store: Member,
+        attempt: Attempt,
+        keys: Sequence[bytes],
+        *,
+        first_block: int,
+        tail_valid: int,
+        reader: MemberId,
+        reader_incarnation: Incarnation,
+        parent: bytes | None = None,
+    ) -> PushLanding:
+        """Ask ``store`` for slots for ``keys`` (whole blocks from ``first_block`` on) and an unfinished last block.
+
+        ``parent`` is the key of block ``first_block - 1``: without it nothing of a later start gets findable. ``reader``
+        hears of what lands. Busy: not now; LayoutMismatch; PeerSilent: the store node does not answer; ConfigError: no
+        carrier reaches it.
+        """
+        carrier = carrier_for(self._config, self._member.node, store.node)
+        target = await self._target(carrier, store.id, store.address, store.incarnation)
+        request = pb.store.GrantRequest(
+            request=attempt.request.id,
+            attempt=attempt.number,
+            reader=reader,
+            reader_incarnation=reader_incarnation,
+            keys=keys,
+            first_block=first_block,
+            tail_valid=tail_valid,
+            parent=parent or b"",
+        )
+        landing = await target.grant(request)
+        try:
+            endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
+        except MoonpoolError:
+            await self._give_back(target, landing)
+            raise
+        return PushLanding(landing, self._layout, self._memories, target, endpoint)
+
+    async def push_blocks(
+        self, landing: Landing, endpoint: Endpoint, address: str, blocks: Sequence[tuple[SlotRef, LandingSlot]]
+    ) -> Drained:
+        """Push sealed slots of our regions into slots of ``landing`` at the node of ``address``; returns when drained.
+
+        The caller pins the sources meanwhile. TransferFailed, PeerSilent: after draining what could be.
+        """
+        carrier = carrier_for(self._config, self._member.node, landing.node)
+        target = await self._target(carrier, landing.node, address, landing.incarnation)
+        if target.endpoint is None or target.endpoint.generation < endpoint.generation:
+            target.adopt(endpoint, landing.incarnation)
+        endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
+        work = PushLanding(landing, self._layout, self._memories, target, endpoint)
+        pairs = [(to.block, source) for source, to in blocks]
+        for layer in range(self._layout.layers):
+            await asyncio.to_thread(work.push_slots, 0, layer, pairs)
+        drained = await work.drain()
+        if work.failure is not None:
+            raise work.failure.to_exception()
+        return drained
+
+    async def _give_back(self, target: PushTarget, landing: Landing) -> None:
+        try:
+            await target.drain(landing.id)
+        except MoonpoolError:
+            pass  # the node fences the slots when it finds this writer gone
+
+    async def _target(self, carrier: str, name: str, address: str, incarnation: Incarnation) -> PushTarget:
+        self._loop = asyncio.get_running_loop()
+        if carrier == "ucx":
+            await asyncio.to_thread(require_transport, address)
+        key = (carrier, address, incarnation)
+        target = self._targets.pop(key, None) or PushTarget(name, address, self._member, self._layout, self._sender(carrier))
+        self._targets[key] = target
+        await self._retire_targets(address, incarnation)
+        return target
+
+    async def _retire_targets(self, address: str, incarnation: Incarnation) -> None:
+        """Former lives of the node at ``address``, and those used longest ago where there are too many."""
+        for key, target in list(self._targets.items()):
+            former = key[1] == address and key[2] != incarnation
+            if target.landings == 0 and (former or len(self._targets) > KEPT_TARGETS):
+                del self._targets[key]
+                await target.retire()
+
+    def _sender(self, carrier: str) -> Sender:
+        if carrier not in self._senders:
+            sender = self._make_sender(carrier, self._member, self._config, self._notify)
+            sender.register(self._memories)
+            self._senders[carrier] = sender
+        return self._senders[carrier]
+
+    def _notify(self, endpoint: Endpoint, frames: Sequence[bytes]) -> Future[None]:
+        """From the segment carrier's thread: the frames by the node's Notify call, made on our loop."""
+        for target in tuple(self._targets.values()):
+            if target.endpoint is not None and target.endpoint.incarnation == endpoint.incarnation:
+                assert self._loop is not None
+                try:
+                    return asyncio.run_coroutine_threadsafe(target.notify(frames), self._loop)
+                except RuntimeError:  # the loop is closed
+                    break
+        gone: Future[None] = Future()
+        gone.set_exception(TransferFailed(f"node {endpoint.node} is no longer a target", peer=endpoint.node))
+        return gone
+
+    def bytes_sent(self) -> int:
+        """Payload and notice bytes of all carriers since the start, what was pushed again included."""
+        return sum(sender.bytes_sent() for sender in self._senders.values())
+
+    def carriers(self) -> str:
+        """The carriers used so far and what really carried their bytes, as in ``ucx (tcp), segment (mmap)``."""
+        return ", ".join(f"{name} ({sender.transport_used()})" for name, sender in sorted(self._senders.items()))
+
+    async def close(self) -> None:
+        """After every landing has ended. Blocks no loop: what is posted is polled to its end in the carriers' threads."""
+        senders = list(self._senders.values())
+        await asyncio.gather(*(asyncio.to_thread(sender.close) for sender in senders))
+        for target in self._targets.values():
+            await target.close()
+        self._targets.clear()
+
+
+def _flat(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """``memory`` as one flat view; ValueError where that would be a copy."""
+    if not memory.flags.c_contiguous:
+        raise ValueError(f"source memory of shape {memory.shape} is not contiguous: a carrier would read a copy")
+    return memory.reshape(-1)
