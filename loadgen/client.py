@@ -30,7 +30,7 @@ class Answer:
     outcome: Outcome = Outcome.CANCELLED
     reason: str = ""
     retry_after_s: float | None = None
-    request_id: str = ""  # as the server echoed it
+    request_id: str = ""  # the server's own name for it (``moonpool explain`` takes it), else what it echoed
     reading: StreamReading = field(default_factory=StreamReading)
 
 
@@ -66,7 +66,7 @@ class HttpSender:
                 self._path, data=body, headers={"content-type": "application/json", **headers}
             ) as response:
                 answer.status = response.status
-                answer.request_id = response.headers.get("x-request-id", "")
+                answer.request_id = response.headers.get("x-moonpool-request-id") or response.headers.get("x-request-id", "")
                 if response.status == 200:
                     await self._read_stream(response, answer)
                 else:

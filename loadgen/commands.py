@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,9 @@ from moonpool.loadgen.report import write_report
 from moonpool.loadgen.summary import RunFacts, Summary, summarise
 from moonpool.loadgen.trace import BLOCK_TOKENS, Trace, read_trace, write_trace
 from moonpool.loadgen.transport import fetch_cluster, transport_of
+
+
+Describe = Callable[[], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,11 @@ class ReplayOptions:
             )
 
 
-def replay(options: ReplayOptions, *, cluster: Mapping[str, Any] | None = None, out: TextIO = sys.stderr) -> Summary:
+def replay(options: ReplayOptions, *, cluster: Describe | None = None, out: TextIO = sys.stderr) -> Summary:
     """Replay a trace against a server and write the report folder.
 
-    ``cluster`` is what is known of carriers and transports; None asks the server (``GET /v1/cluster``) after the run. The
-    first Ctrl-C sends nothing more and waits ``grace_s`` for answers under way, the second drops them; either way the report
+    ``cluster`` is called in a thread after the run and says what is known of carriers and transports (members with their
+    ``words``, as ``moonpool status --json`` has them); None asks the server (``GET /v1/cluster``). The first Ctrl-C sends nothing more and waits ``grace_s`` for answers under way, the second drops them; either way the report
     is written and ``Summary.interrupted`` is true. ConfigError: bad options, trace, url or report folder.
     """
     options.check()
@@ -102,7 +105,7 @@ def replay(options: ReplayOptions, *, cluster: Mapping[str, Any] | None = None, 
 
 
 async def _replay(
-    options: ReplayOptions, trace: Trace, plan: Plan, prompts: PromptMaker, cluster: Mapping[str, Any] | None, out: TextIO
+    options: ReplayOptions, trace: Trace, plan: Plan, prompts: PromptMaker, cluster: Describe | None, out: TextIO
 ) -> Summary:
     clock = MonotonicClock()
     async with open_session(options.url, timeout_s=options.timeout_s) as session:
@@ -114,7 +117,7 @@ async def _replay(
         )
         run = Replay(plan, prompts, HttpSender(session, clock), shape, clock, cap=options.max_in_flight)
         await _run_watched(run, options, plan, clock, out)
-        known = cluster if cluster is not None else await fetch_cluster(session)
+        known = await asyncio.to_thread(cluster) if cluster is not None else await fetch_cluster(session)
     summary = summarise(run.records, _facts(options, trace, plan, run, shape, known))
     if options.report is not None:
         await asyncio.to_thread(write_report, options.report, run.records, summary)

@@ -50,7 +50,7 @@ def test_a_generated_trace_replays_into_a_report(tmp_path: Path) -> None:
 
 def test_a_trace_can_be_made_on_the_spot_and_the_cluster_described_by_the_caller() -> None:
     with serving_in_thread(answer_at_once) as (url, _):
-        summary = replay(ReplayOptions(SMALL, url, scaling=FAST, show_progress=False), cluster={"carrier": "segment"})
+        summary = replay(ReplayOptions(SMALL, url, scaling=FAST, show_progress=False), cluster=lambda: {"carrier": "segment"})
         assert summary.transport == Transport("segment", "unknown")
         assert replay(ReplayOptions(SMALL, url, scaling=FAST, show_progress=False)).transport == Transport()
     assert summary.goodput is None

@@ -106,6 +106,16 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
             {"members": [{"words": {"carrier": "segment, ucx"}}, {"words": {"carrier": "ucx", "ucx_transport": "tcp"}}]},
             Transport("segment, ucx", "tcp"),
         ),
+        (
+            {
+                "members": [
+                    {"words": {"carriers": "ucx (tcp), segment (mmap)"}},
+                    {"words": {"carrier": "ucx", "ucx_transport": "shm"}},
+                ]
+            },
+            Transport("segment, ucx", "tcp"),
+        ),
+        ({"members": [{"words": {"carriers": "ucx (unknown)"}}, {"words": {"carriers": ""}}]}, Transport("ucx", "unknown")),
         ({"carrier": 7, "members": [[{"carrier": "tcp"}]]}, Transport("tcp", "unknown")),
     ],
 )
