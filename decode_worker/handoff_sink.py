@@ -113,6 +113,8 @@ class HandoffSink:
         self._asked: set[Slice] = set()
         self._copied: set[Slice] = set()
         self._first: FirstToken | None = None
+        self._ends = False  # the first token ended the request
+        self._landing_ended = False
         self._drained: Drained | None = None
         self._story: list[str] = []
 
@@ -129,7 +131,7 @@ class HandoffSink:
         self._check_landing(landing)
         self.landing = landing
         if self.state is not State.WAITING:  # over before it began
-            return [EndLanding(landing.id)]
+            return self._end_landing()
         self.state = State.LANDING
         self._slots = {slot.block: slot for slot in (*landing.held, *landing.slots)}
         held = tuple(slot.block for slot in landing.held)
@@ -161,6 +163,7 @@ class HandoffSink:
             return []
         emit = EmitFirst(first, ends)
         if ends:
+            self._ends = True
             return [emit, *self._close()]
         return [emit, *self._join_when_complete()]
 
@@ -178,25 +181,25 @@ class HandoffSink:
         return self._join_when_complete()
 
     def drained(self, drained: Drained) -> list[Action]:
-        """The prefill worker has released its pages: of interest to nobody here but the story."""
+        """The writer is through: every slice it could bring is in the pool."""
         if self._drained is not None:
             return self._repeated(Fact.DRAINED, same=drained == self._drained)
         self._tell(Fact.DRAINED, f"{drained.bytes_sent} bytes by {drained.carrier}")
         self._drained = drained
-        return []
+        return self._end_landing() if self.state is State.ENDED else []
 
     def failed(self, failure: Failure) -> list[Action]:
         """Prefill, transfer, copy, peer or deadline: over, unless the request has joined already."""
         self._tell(Fact.FAILED, f"{failure.reason}: {failure.message}")
         if self.state in (State.JOINED, State.CLOSING, State.ENDED):
-            return []
+            return self._give_up_cache()
         return [Fail(failure), CancelPrefill(), *self._close()]
 
     def cancelled(self) -> list[Action]:
         """Nobody wants the answer any more. After joining, the batch owns the pages and ends the request itself."""
         self._tell(Fact.CANCELLED, "")
         if self.state in (State.JOINED, State.CLOSING, State.ENDED):
-            return []
+            return self._give_up_cache()
         return [CancelPrefill(), *self._close()]
 
     def _check_landing(self, landing: Landing) -> None:
@@ -223,10 +226,9 @@ class HandoffSink:
     def _join_when_complete(self) -> list[Action]:
         if self.state is not State.LANDING or self._first is None or len(self._copied) < len(self._slots) * self._layers:
             return []
-        assert self.landing is not None
         self._tell(Fact.BATCHED, "")
         self.state = State.JOINED
-        return [EndLanding(self.landing.id), Join()]
+        return [*self._end_landing(), Join()]
 
     def _close(self) -> list[Action]:
         self.state = State.CLOSING
@@ -237,8 +239,19 @@ class HandoffSink:
             return []
         self.state = State.ENDED
         # After the last copy: a slot that another landing writes while it is read here would look like a bad copy.
-        end: list[Action] = [EndLanding(self.landing.id)] if self.landing is not None else []
-        return [*end, ReleasePages()]
+        return [*self._end_landing(), ReleasePages()]
+
+    def _end_landing(self) -> list[Action]:
+        """Once. A prompt whose first token was its whole answer still becomes cache: its landing stays until it drained."""
+        if self.landing is None or self._landing_ended or (self._ends and self._drained is None):
+            return []
+        self._landing_ended = True
+        return [EndLanding(self.landing.id)]
+
+    def _give_up_cache(self) -> list[Action]:
+        """Late bad news: the landing of an ended request will not drain."""
+        self._ends = False
+        return self._end_landing() if self.state is State.ENDED else []
 
     def _tell(self, fact: Fact, detail: str) -> None:
         self._story.append(f"{self.state} <- {fact} {detail}".rstrip())

@@ -2,12 +2,13 @@
 
 One job computes at a time. Waiting jobs stand in order of *standing*: their time of arrival, moved back by
 ``age_ms`` for every time they were skipped because no landing was granted. A refused job lets the others pass until
-its next try; after ``MAX_SKIPS`` refusals nobody passes it any more, so a big prompt among an endless stream of small
-ones starts as soon as the landings granted before it have ended.
+its next try; after ``MAX_SKIPS`` refusals no job of its lane (the store node that grants) passes it any more, so a big
+prompt among an endless stream of small ones starts as soon as the landings granted before it have ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +31,7 @@ class Stage(StrEnum):
 @dataclass(slots=True)
 class _Entry:
     total: int  # tokens of prompt and ids already emitted
+    lane: str
     arrived: float
     order: int
     stage: Stage = Stage.WAITING
@@ -68,7 +70,7 @@ class ChunkPlanner:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def submit(self, key: JobKey, total: int, now: float) -> None:
+    def submit(self, key: JobKey, total: int, lane: str, now: float) -> None:
         """Queue a job of ``total`` tokens (at least one). Busy when the queue is full."""
         if key in self._jobs:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is queued already")
@@ -77,31 +79,24 @@ class ChunkPlanner:
                 f"{self.waiting} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
             )
         self._order += 1
-        self._jobs[key] = _Entry(total, now, self._order)
+        self._jobs[key] = _Entry(total, lane, now, self._order)
 
     def next(self, now: float) -> JobKey | None:
         """The job whose landing shall be asked for now; None when one is under way, or none may be tried yet."""
         if self._current is not None:
             return None
-        for key, entry in self._by_standing():
+        for key, entry in self._candidates():
             if entry.retry_at <= now:
                 entry.stage = Stage.ASKING
                 self._current = key
                 return key
-            if entry.skips >= MAX_SKIPS:
-                return None  # nobody passes it any more
         return None
 
     def next_at(self) -> float | None:
         """When ``next`` has something to offer at the earliest; None while a job is under way or nobody waits."""
         if self._current is not None:
             return None
-        times: list[float] = []
-        for _, entry in self._by_standing():
-            times.append(entry.retry_at)
-            if entry.skips >= MAX_SKIPS:
-                break
-        return min(times, default=None)
+        return min((entry.retry_at for _, entry in self._candidates()), default=None)
 
     def refused(self, key: JobKey, now: float) -> None:
         """No landing for ``key`` now: it gains seniority and the next job is taken."""
@@ -154,10 +149,17 @@ class ChunkPlanner:
         if self._current == key:
             self._current = None
 
-    def _by_standing(self) -> list[tuple[JobKey, _Entry]]:
+    def _candidates(self) -> Iterator[tuple[JobKey, _Entry]]:
+        """Waiting jobs by standing, without those behind one of their lane that nobody passes."""
         waiting = [item for item in self._jobs.items() if item[1].stage is Stage.WAITING]
         waiting.sort(key=lambda item: (item[1].arrived - item[1].skips * self._age_s, item[1].order))
-        return waiting
+        closed: set[str] = set()
+        for key, entry in waiting:
+            if entry.lane in closed:
+                continue
+            if entry.skips >= MAX_SKIPS:
+                closed.add(entry.lane)
+            yield key, entry
 
     def _entry(self, key: JobKey, stage: Stage) -> _Entry:
         entry = self._jobs.get(key)

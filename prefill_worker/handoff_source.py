@@ -173,14 +173,14 @@ class HandoffSource:
         """The prompt is computed and its first id drawn; compute has left the pages."""
         if self._first is not None:
             return self._repeated(Fact.SAMPLED, same=first == self._first)
+        missing = len(self._wanted) * self._layers - len(self._pushed)
+        if missing and self.state is State.SENDING:
+            raise self._bug(f"sampled while {missing} slices of the landing were never pushed")
         self._move(Fact.SAMPLED, f"token {first.sampled.token}")
         self._first = first
         self._stopped = True
         if self.state is State.ABANDONING:
             return self._end_when_quiet()
-        missing = len(self._wanted) * self._layers - len(self._pushed)
-        if missing:
-            raise self._bug(f"sampled while {missing} slices of the landing were never pushed")
         return [EmitFirst(first), Drain()]
 
     def stopped(self) -> list[Action]:
