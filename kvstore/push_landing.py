@@ -64,10 +64,9 @@ class PushLanding:
         landing: Landing,
         layout: KVLayout,
         memories: Sequence[NDArray[np.uint8]],
-        target: PushTarget | None,
-        endpoint: Endpoint | None,
+        target: PushTarget,
+        endpoint: Endpoint,
     ) -> None:
-        """``target`` and ``endpoint`` are None only where nothing is to be pushed and nobody to be told."""
         self.landing = landing
         self.failure: Failure | None = None
         self._layout = layout
@@ -84,8 +83,7 @@ class PushLanding:
         self._mending: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[Drained] | None = None
         self._sent = 0
-        if target is not None:
-            target.landings += 1
+        target.landings += 1
         self._unsafe = 0  # the last generation of the endpoint in which a posted write did not end well; 0: none
 
     # Pushing, from the compute thread.
@@ -134,7 +132,6 @@ class PushLanding:
 
     def _send(self, chunk: int, layer: int, sources: tuple[_Source, ...]) -> None:
         """Under the lock, so that a connection that is mended meanwhile finds the push in the list."""
-        assert self._target is not None and self._endpoint is not None
         landing = self.landing
         notices = tuple(SliceNotice(s.slot.slot.region, s.slot.slot.offset, s.valid, s.digest) for s in sources)
         frame = encode_notice(PushNotice(landing.id, landing.request, landing.attempt, chunk, layer, notices))
@@ -173,8 +170,7 @@ class PushLanding:
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
-            failure = Failure.of(error)
-            self.failure = failure if self._target is None else replace(failure, peer=self._target.name)
+            self.failure = replace(Failure.of(error), peer=self._target.name)
             self._withdraw()
 
     def _withdraw(self) -> None:
@@ -186,7 +182,6 @@ class PushLanding:
 
     async def _mend(self, lost: Endpoint) -> None:
         """The connection to ``lost`` broke: go on with the endpoint's next life, and push again what did not land."""
-        assert self._target is not None
         try:
             self._mends += 1
             if self._mends > MENDS:
@@ -276,10 +271,8 @@ class PushLanding:
             for push in self._pushes:
                 self._account(push)
         await self._say_drained()
-        if self._target is not None:
-            self._target.landings -= 1
-        carrier = "none" if self._target is None else self._target.sender.carrier
-        return Drained(self.landing.id, self._sent, carrier)
+        self._target.landings -= 1
+        return Drained(self.landing.id, self._sent, self._target.sender.carrier)
 
     async def _all_ended(self) -> None:
         await self._pushes_ended()
@@ -310,7 +303,6 @@ class PushLanding:
 
     async def _settle(self, repeated: set[Slice], wait_s: float) -> tuple[set[Slice], set[Slice]]:
         """(missing, rejected for the first time) once there is one of those, nothing is missing, or ``wait_s`` is over."""
-        assert self._target is not None
         deadline = time.monotonic() + wait_s
         while True:
             asked = time.monotonic()
@@ -328,8 +320,6 @@ class PushLanding:
 
     async def _say_drained(self) -> None:
         """Not where a write failed in the endpoint's present life: its bytes may still come, so the slots stay fenced."""
-        if self._target is None:
-            return
         try:
             if self._unsafe:
                 state = await self._target.state(self.landing.id, 0.0)

@@ -46,7 +46,7 @@ class Faults:
 class MemoryNetwork:
     """Thread-safe. ``carried`` counts pushes so far."""
 
-    def __init__(self, faults: Faults = Faults()) -> None:  # noqa: B008 frozen
+    def __init__(self, faults: Faults = Faults()) -> None:
         self.faults = faults
         self.unparked = threading.Event()
         self._numbers = count()
