@@ -15,6 +15,7 @@ from moonpool.loadgen.record import Outcome
 from moonpool.loadgen.stream import StreamReader, StreamReading, error_in
 
 _REFUSED = (429, 503)
+_ID_HEADERS = ("x-moonpool-request-id", "x-request-id")
 _MAX_ERROR_BODY = 64 * 1024
 # Below the keep-alive time of common servers (uvicorn: 5 s), so a send never meets a connection that is just being closed.
 _KEEPALIVE_S = 2.0
@@ -66,7 +67,7 @@ class HttpSender:
                 self._path, data=body, headers={"content-type": "application/json", **headers}
             ) as response:
                 answer.status = response.status
-                answer.request_id = response.headers.get("x-moonpool-request-id") or response.headers.get("x-request-id", "")
+                answer.request_id = next((response.headers[name] for name in _ID_HEADERS if name in response.headers), "")
                 if response.status == 200:
                     await self._read_stream(response, answer)
                 else:

@@ -28,7 +28,6 @@ from moonpool.loadgen.summary import RunFacts, Summary, summarise
 from moonpool.loadgen.trace import BLOCK_TOKENS, Trace, read_trace, write_trace
 from moonpool.loadgen.transport import fetch_cluster, transport_of
 
-
 Describe = Callable[[], Mapping[str, Any] | None]
 
 
@@ -92,8 +91,9 @@ def replay(options: ReplayOptions, *, cluster: Describe | None = None, out: Text
     """Replay a trace against a server and write the report folder.
 
     ``cluster`` is called in a thread after the run and says what is known of carriers and transports (members with their
-    ``words``, as ``moonpool status --json`` has them); None asks the server (``GET /v1/cluster``). The first Ctrl-C sends nothing more and waits ``grace_s`` for answers under way, the second drops them; either way the report
-    is written and ``Summary.interrupted`` is true. ConfigError: bad options, trace, url or report folder.
+    ``words``, as ``moonpool status --json`` has them); None asks the server (``GET /v1/cluster``). The first
+    Ctrl-C sends nothing more and waits ``grace_s`` for answers under way, the second drops them; either way the report is
+    written and ``Summary.interrupted`` is true. ConfigError: bad options, trace, url or report folder.
     """
     options.check()
     trace = _trace(options)
