@@ -26,6 +26,7 @@ from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 Clock = Callable[[], float]
+QUIET_PERIODS = 5  # of ``silent_after_ms``: a store node's stream that says nothing for longer is broken
 
 
 class ConductorService(pb.conductor_rpc.ConductorServicer):
@@ -35,7 +36,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         self.conductor = Conductor(booking_s=config.timing.request_budget_ms / 1e3)
         self._member = member
         self._clock = clock
-        self._watches = StoreWatches(self._heard, self._wanted)
+        self._watches = StoreWatches(self._heard, self._wanted, QUIET_PERIODS * config.timing.silent_after_ms / 1e3)
         self._unsubscribe = peers.subscribe(self._on_change)
 
     @classmethod

@@ -36,10 +36,14 @@ class _Follower:
 
 @dataclass(slots=True)
 class StoreWatches:
-    """Event-loop only. One task per live store node; it reconnects until membership says that the node is not live."""
+    """Event-loop only. One task per live store node; it reconnects until membership says that the node is not live.
+
+    A node says its next number at least once per ``silent_after``; one not heard for ``quiet_s`` is connected to anew.
+    """
 
     heard: Heard
     wanted: Wanted
+    quiet_s: float
     connected: int = 0
     reconnects: int = 0
     bad_frames: int = 0
@@ -82,6 +86,8 @@ class StoreWatches:
                         wait = BACKOFF_S[0]
                 except grpc.aio.AioRpcError as e:
                     log.info("watch of %s: %s: %s", member.id, e.code().name.lower(), e.details())
+                except TimeoutError:
+                    log.info("watch of %s: nothing heard for %.1f s", member.id, self.quiet_s)
                 except InvalidRequest as e:
                     self.bad_frames += 1
                     log.warning("watch of %s: %s", member.id, e.message)
@@ -95,7 +101,11 @@ class StoreWatches:
         call = stub.Watch(pb.store.WatchRequest(incarnation=member.incarnation, next_number=number))
         good = False
         try:
-            async for message in call:
+            while True:
+                async with asyncio.timeout(self.quiet_s):
+                    message = await call.read()
+                if message is grpc.aio.EOF:
+                    return good
                 event = await _decoded(message.frame)
                 if event.holder != member.node:
                     raise InvalidRequest(f"frame: events of {event.holder!r} on the stream of node {member.node!r}")
@@ -107,7 +117,6 @@ class StoreWatches:
         finally:
             call.cancel()
             self.connected -= int(good)
-        return good
 
 
 async def _decoded(frame: bytes) -> EventBatch | IndexSnapshot:

@@ -11,7 +11,7 @@ import pytest
 from support.scripted_cluster import LAYOUT, Membership
 
 from moonpool.cluster.conductor import ConductorService
-from moonpool.core.config import Config
+from moonpool.core.config import Config, TimingConfig
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, PrefillTiming, WorkerReport
@@ -109,7 +109,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(*nodes: str) -> AsyncIterator[Bench]:
+async def bench(*nodes: str, silent_after_ms: int = 1_000) -> AsyncIterator[Bench]:
     """A conductor over real gRPC, one scripted store per node, prefill-0 on the first node and decode-0 on the last."""
     servers = []
     stores = {}
@@ -120,8 +120,9 @@ async def bench(*nodes: str) -> AsyncIterator[Bench]:
         await server.start()
         stores[node], servers = store, [*servers, server]
     peers = Membership()
+    config = Config(timing=TimingConfig(silent_after_ms=silent_after_ms))
     peers.say(member("prefill-0", Role.PREFILL, nodes[0]))
-    service = await Watched.start(Config(), member("conductor-0", Role.CONDUCTOR, nodes[0]), peers)
+    service = await Watched.start(config, member("conductor-0", Role.CONDUCTOR, nodes[0]), peers)
     server = grpc.aio.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -181,6 +182,14 @@ async def test_an_empty_batch_that_names_a_later_number_shows_the_gap() -> None:
         store.say.put_nowait(frames.encode_events(EventBatch("a", LIFE, 4, ())))
         store.say.put_nowait(frames.encode_events(EventBatch("a", LIFE, 6, ())))
         assert await store.asked_for() == (LIFE, 0)
+
+
+async def test_a_stream_that_says_nothing_is_taken_up_anew() -> None:
+    async with bench("a", silent_after_ms=50) as b:
+        store = b.stores["a"]
+        await store.asked_for()
+        store.say.put_nowait(snapshot("a", 3, KEYS[0]))
+        assert await store.asked_for() == (LIFE, 4)
 
 
 async def test_a_cut_stream_is_taken_up_where_it_ended() -> None:
