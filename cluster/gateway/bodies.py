@@ -321,15 +321,14 @@ def _explain(errors: list[Any]) -> InvalidRequest:
         error: InvalidRequest = first["ctx"]["error"].error
         return error
     path = first["loc"]
-    field = str(path[0])
+    field, where = str(path[0]), _dotted(path)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{where}: missing; it is required", param=where)
     if field in _UNIONS:
         return InvalidRequest(f"{field}: not valid; {_UNIONS[field]}", param=field)
     if "content" in path:
         where = _dotted(path[: path.index("content") + 1])
         return InvalidRequest(f"{where}: not valid; give a string or a list of text parts", param=where)
-    where = _dotted(path)
-    if first["type"] == "missing":
-        return InvalidRequest(f"{where}: missing; it is required", param=where)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"{where}: unknown field; leave it out", param=where)
     advice = first["msg"].replace("Input should be", "it should be")

@@ -68,6 +68,8 @@ class StopMatcher:
             if node.matched and armed:
                 self._held, self._node = "", root
                 return known[: i - node.matched], True
+        while not node.next:  # a whole stop string that did not count begins nothing any more
+            node = node.fall
         self._node = node
         cut = len(known) - node.depth
         self._held = known[cut:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -35,6 +36,13 @@ def says(*tokens: int, finish: FinishReason = FinishReason.LENGTH, cached: int =
     return script
 
 
+async def eventually(condition: Callable[[], object], seconds: float = 2) -> None:
+    """For states that have no event of their own: gauges, and counts inside scripted servers."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 @dataclass
 class Front:
     """What a test holds: the gateway, its cluster, and a client."""
@@ -47,6 +55,13 @@ class Front:
     decode_server: Served
     client: httpx.AsyncClient
     model_dir: Path
+    left: bool = False
+
+    async def leave(self) -> None:
+        """Close the gateway; once, whoever asks."""
+        if not self.left:
+            self.left = True
+            await self.gateway.close()
 
 
 def settings_for(model_dir: Path, config: dict[str, dict[str, object]]) -> Config:
@@ -77,6 +92,8 @@ async def front(
             membership.say(member)
         me = Member(MemberId("gateway-0"), Role.GATEWAY, NodeId("b"), Incarnation(1), "127.0.0.1:1", 0)
         gateway = await Gateway.start(settings, me, membership, HASH_KEY, model_dir)
-        stack.push_async_callback(gateway.close)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False))
-        yield Front(gateway, membership, conductor, conductor_server, decode, worker, client, model_dir)
+        client = httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False)
+        running = Front(gateway, membership, conductor, conductor_server, decode, worker, client, model_dir)
+        stack.push_async_callback(running.leave)
+        stack.push_async_callback(client.aclose)
+        yield running
