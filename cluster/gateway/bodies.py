@@ -101,6 +101,9 @@ class SamplingBody(_Body):
     min_tokens: int = Field(0, ge=0, le=_UINT32)
     n: int = Field(1, ge=1, description="1; more is not offered yet")
     best_of: int = Field(1, ge=1, description="1; more is not offered yet")
+    return_token_ids: bool = Field(
+        False, description="sampled ids beside the text, as token_ids; prompt_token_ids if not streamed"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.stops import StopMatcher
@@ -20,11 +20,12 @@ class PlacedToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one id adds to the answer; the last piece carries ``finish``. Either part may be empty."""
+    """What one sampled ``id`` adds to the answer; the last piece carries ``finish``. Any part may be empty."""
 
     text: str
     tokens: tuple[PlacedToken, ...] = ()
     finish: FinishReason | None = None
+    id: int | None = None
 
 
 class Choice:
@@ -46,6 +47,10 @@ class Choice:
 
     def push(self, sampled: Sampled | None, finish: FinishReason | None) -> Piece:
         """The next id, and how the attempt ended if it did."""
+        piece = self._push(sampled, finish)
+        return piece if sampled is None else replace(piece, id=sampled.token)
+
+    def _push(self, sampled: Sampled | None, finish: FinishReason | None) -> Piece:
         text = ""
         if sampled is not None:
             self.tokens += 1

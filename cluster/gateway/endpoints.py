@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.cluster.gateway.answers import Stream, whole
-from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from moonpool.cluster.gateway.bodies import CompletionBody, SamplingBody, StreamOptions
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.generation import Generation
 from moonpool.cluster.gateway.http import EventStream, error_response, json_response, read_body, unless_left
 from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
-from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Names, Shape
+from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape
 from moonpool.cluster.gateway.tokenizer import TokenTable
 from moonpool.core.config import Config
 from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, Overloaded
@@ -150,12 +150,17 @@ class Endpoints:
                 self._metrics.finished(run.lifetime, run.choice.tokens)
 
     def _shape(self, visit: Visit, generation: Generation, body: SamplingBody) -> Shape:
-        model, created, names = self._config.model_name, int(time.time()), Names(self._tokens.name_bytes)
-        logprobs = body.alternatives is not None
-        if isinstance(body, ChatBody):
-            return ChatShape(id=visit.id, model=model, created=created, names=names, logprobs=logprobs)
-        echoed = self._echoed(generation, body) if isinstance(body, CompletionBody) and body.echo else None
-        return CompletionShape(id=visit.id, model=model, created=created, names=names, logprobs=logprobs, echoed=echoed)
+        head = Head(
+            id=visit.id,
+            model=self._config.model_name,
+            created=int(time.time()),
+            name_bytes=self._tokens.name_bytes,
+            logprobs=body.alternatives is not None,
+            prompt_ids=[run.ledger.request.prompt for run in generation.runs] if body.return_token_ids else None,
+        )
+        if isinstance(body, CompletionBody):
+            return CompletionShape(head, echoed=self._echoed(generation, body) if body.echo else None)
+        return ChatShape(head)
 
     def _echoed(self, generation: Generation, body: CompletionBody) -> list[str]:
         """Each choice's prompt as text: as it was sent, or decoded from the ids that were sent."""

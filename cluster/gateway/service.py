@@ -64,7 +64,7 @@ class Gateway:
         self._conductors = conductors
         self._streams = streams
         self._prompts = prompts
-        self.url = f"http://{config.gateway.host}:{listener.getsockname()[1]}"
+        self.url = f"http://{_reachable(config)}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
 
     @classmethod
@@ -121,6 +121,14 @@ class Gateway:
         await self._streams.close()
         await self._conductors.close()
         self._prompts.close()
+
+
+def _reachable(config: Config) -> str:
+    """The host to put in a URL: where all addresses are bound, the one this cluster's processes announce."""
+    host = config.gateway.host
+    if host in ("0.0.0.0", "::"):
+        host = config.cluster.host
+    return f"[{host}]" if ":" in host else host
 
 
 def _listen(gateway: GatewayConfig) -> socket.socket:

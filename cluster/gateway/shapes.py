@@ -42,14 +42,23 @@ class Shape(Protocol):
     def usage_chunk(self, usage: Usage) -> JSON: ...
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> JSON:
-        """The answer in one object: the pieces of every choice."""
+        """The answer in one object: the pieces of every choice, in the order of their prompts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """``name_bytes(id)``: the id's text, special tokens by their name."""
+class Head:
+    """What every object of one answer says, and what the client asked to see.
 
+    ``name_bytes(id)`` is the id's text, special tokens by their name. ``prompt_ids`` are the prompts of the choices
+    where the client asked for ids, else None.
+    """
+
+    id: str
+    model: str
+    created: int
     name_bytes: Callable[[int], bytes]
+    logprobs: bool = False
+    prompt_ids: Sequence[Sequence[int]] | None = None
 
     def text(self, token: int) -> str:
         """Bytes that are no whole characters are shown as OpenAI shows them, so different ids keep different names."""
@@ -58,6 +67,21 @@ class Names:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def ids(self, pieces: Sequence[Piece]) -> JSON:
+        """``token_ids`` of a chunk's or choice's pieces, where asked for."""
+        if self.prompt_ids is None:
+            return {}
+        return {"token_ids": [piece.id for piece in pieces if piece.id is not None]}
+
+    def all_ids(self, index: int, pieces: Sequence[Piece]) -> JSON:
+        if self.prompt_ids is None:
+            return {}
+        return {"prompt_token_ids": list(self.prompt_ids[index]), **self.ids(pieces)}
+
+    def says_nothing(self, piece: Piece, logprobs: JSON | None) -> bool:
+        shown_id = self.prompt_ids is not None and piece.id is not None
+        return not piece.text and not logprobs and piece.finish is None and not shown_id
 
 
 def _finish(piece: Piece) -> str | None:
@@ -82,14 +106,17 @@ def _last_finish(pieces: Sequence[Piece]) -> str:
 
 
 class ChatShape:
-    def __init__(self, *, id: str, model: str, created: int, names: Names, logprobs: bool) -> None:
-        self._id = f"chatcmpl-{id}"
-        self._rest: JSON = {"created": created, "model": model}
-        self._names = names
-        self._logprobs = logprobs
+    def __init__(self, head: Head) -> None:
+        self._head = head
+
+    def _object(self, kind: str, choices: list[JSON]) -> JSON:
+        head = self._head
+        return {
+            "id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model, "choices": choices,
+        }  # fmt: skip
 
     def _chunk(self, choices: list[JSON]) -> JSON:
-        return {"id": self._id, "object": "chat.completion.chunk", **self._rest, "choices": choices}
+        return self._object("chat.completion.chunk", choices)
 
     def opening(self, index: int) -> list[JSON]:
         delta = {"role": "assistant", "content": ""}
@@ -97,10 +124,11 @@ class ChatShape:
 
     def chunk(self, index: int, piece: Piece) -> JSON | None:
         logprobs = self._content(piece.tokens)
-        if not piece.text and not logprobs and piece.finish is None:
+        if self._head.says_nothing(piece, logprobs):
             return None
         delta = {"content": piece.text} if piece.text else {}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _finish(piece)}])
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _finish(piece)}
+        return self._chunk([choice | self._head.ids([piece])])
 
     def usage_chunk(self, usage: Usage) -> JSON:
         return {**self._chunk([]), "usage": usage.json()}
@@ -112,13 +140,14 @@ class ChatShape:
                 "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
                 "logprobs": self._content(_tokens(pieces), always=True),
                 "finish_reason": _last_finish(pieces),
+                **self._head.all_ids(index, pieces),
             }
             for index, pieces in enumerate(choices)
         ]
-        return {"id": self._id, "object": "chat.completion", **self._rest, "choices": out, "usage": usage.json()}
+        return {**self._object("chat.completion", out), "usage": usage.json()}
 
     def _content(self, tokens: Sequence[PlacedToken], *, always: bool = False) -> JSON | None:
-        if not self._logprobs or not (tokens or always):
+        if not self._head.logprobs or not (tokens or always):
             return None
         return {"content": [self._entry(t.sampled) for t in tokens], "refusal": None}
 
@@ -127,39 +156,39 @@ class ChatShape:
         return {**self._one(sampled.token, sampled.logprob), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float | None) -> JSON:
-        raw = self._names.name_bytes(token)
-        return {"token": self._names.text(token), "logprob": _number(logprob), "bytes": list(raw)}
+        return {"token": self._head.text(token), "logprob": _number(logprob), "bytes": list(self._head.name_bytes(token))}
 
 
 class CompletionShape:
     """``echoed`` is each choice's prompt text where the client asked for it, to stand before the output."""
 
-    def __init__(
-        self, *, id: str, model: str, created: int, names: Names, logprobs: bool, echoed: Sequence[str] | None
-    ) -> None:
-        self._head: JSON = {"id": f"cmpl-{id}", "object": "text_completion", "created": created, "model": model}
-        self._names = names
-        self._logprobs = logprobs
+    def __init__(self, head: Head, *, echoed: Sequence[str] | None) -> None:
+        self._head = head
         self._echoed = echoed
 
-    def _chunk(self, index: int, text: str, logprobs: JSON | None, finish: str | None) -> JSON:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "choices": [choice]}
+    def _object(self, choices: list[JSON]) -> JSON:
+        head = self._head
+        return {
+            "id": f"cmpl-{head.id}", "object": "text_completion", "created": head.created, "model": head.model,
+            "choices": choices,
+        }  # fmt: skip
 
     def _prefix(self, index: int) -> str:
         return self._echoed[index] if self._echoed is not None else ""
 
     def opening(self, index: int) -> list[JSON]:
-        return [self._chunk(index, self._prefix(index), None, None)] if self._prefix(index) else []
+        prefix = self._prefix(index)
+        return [self._object([{"index": index, "text": prefix, "logprobs": None, "finish_reason": None}])] if prefix else []
 
     def chunk(self, index: int, piece: Piece) -> JSON | None:
         logprobs = self._lists(piece.tokens)
-        if not piece.text and not logprobs and piece.finish is None:
+        if self._head.says_nothing(piece, logprobs):
             return None
-        return self._chunk(index, piece.text, logprobs, _finish(piece))
+        choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": _finish(piece)}
+        return self._object([choice | self._head.ids([piece])])
 
     def usage_chunk(self, usage: Usage) -> JSON:
-        return {**self._head, "choices": [], "usage": usage.json()}
+        return {**self._object([]), "usage": usage.json()}
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> JSON:
         out = [
@@ -168,15 +197,17 @@ class CompletionShape:
                 "text": self._prefix(index) + _text(pieces),
                 "logprobs": self._lists(_tokens(pieces), always=True),
                 "finish_reason": _last_finish(pieces),
+                **self._head.all_ids(index, pieces),
             }
             for index, pieces in enumerate(choices)
         ]
-        return {**self._head, "choices": out, "usage": usage.json()}
+        return {**self._object(out), "usage": usage.json()}
 
     def _lists(self, tokens: Sequence[PlacedToken], *, always: bool = False) -> JSON | None:
-        if not self._logprobs or not (tokens or always):
+        """Offsets count from the start of the output: an echoed prompt never comes with log-probabilities."""
+        if not self._head.logprobs or not (tokens or always):
             return None
-        text = self._names.text
+        text = self._head.text
         return {
             "tokens": [text(t.sampled.token) for t in tokens],
             "token_logprobs": [_number(t.sampled.logprob) for t in tokens],

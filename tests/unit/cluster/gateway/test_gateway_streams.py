@@ -199,6 +199,17 @@ async def test_log_probabilities_in_openai_s_shapes(tiny: Front) -> None:
     assert streamed == content
 
 
+async def test_ids_beside_the_text_where_asked_for(tiny: Front) -> None:
+    ids = ids_of(tiny.model_dir, "ab")
+    tiny.decode.script = says(*ids)
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        whole = (await tiny.client.post(path, json={**body, "return_token_ids": True})).json()["choices"][0]
+        assert whole["token_ids"] == ids
+        assert tuple(whole["prompt_token_ids"]) == tiny.decode.jobs[-1].attempt.request.prompt
+        _, sse = await stream(tiny, path, {**body, "return_token_ids": True})
+        assert [i for e in sse.events for i in e["choices"][0].get("token_ids", [])] == ids
+
+
 async def test_the_prompt_is_echoed_before_the_output(tiny: Front) -> None:
     tiny.decode.script = says(*ids_of(tiny.model_dir, "the"))
     for prompt in ("once ", ids_of(tiny.model_dir, "once ")):
