@@ -53,7 +53,7 @@ class Coming:
 
 @dataclass(slots=True)
 class Ledger:
-    """At most one booking per request: a new attempt replaces the last one."""
+    """At most one booking per request: a later one replaces it."""
 
     lifetime_s: float
     bookings: dict[str, Booking] = field(default_factory=dict)  # by request, oldest first
@@ -62,15 +62,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self.bookings)
 
-    def add(self, booking: Booking) -> Booking | None:
-        """Returns the booking it replaces."""
-        before = self.release(booking.request)
+    def add(self, booking: Booking) -> None:
+        self.release(booking.request)
         self.bookings[booking.request] = booking
         for worker in {booking.prefill, booking.decode}:
             self._by_worker.setdefault(worker, {})[booking.request] = booking
-        return before
 
-    def release(self, request: str) -> Booking | None:
+    def release(self, request: str) -> None:
         booking = self.bookings.pop(request, None)
         if booking is not None:
             for worker in {booking.prefill, booking.decode}:
@@ -78,7 +76,6 @@ class Ledger:
                 del mine[request]
                 if not mine:
                     del self._by_worker[worker]
-        return booking
 
     def coming(self, worker: MemberId) -> Coming:
         total = Coming()
@@ -102,12 +99,10 @@ class Ledger:
             self.release(booking.request)
         return old
 
-    def lose(self, worker: MemberId) -> list[Booking]:
+    def lose(self, worker: MemberId) -> None:
         """``worker`` is gone or silent, its attempts move: release all it takes part in."""
-        lost = list(self._by_worker.get(worker, {}).values())
-        for booking in lost:
-            self.release(booking.request)
-        return lost
+        for request in list(self._by_worker.get(worker, ())):
+            self.release(request)
 
     def report(self, worker: MemberId, alive: set[tuple[str, int]], now: float) -> list[Booking]:
         """Compare with the attempts that ``worker`` says it holds; returns the bookings that this ends."""

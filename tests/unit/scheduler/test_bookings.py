@@ -168,9 +168,9 @@ def test_nothing_stays_booked_once_the_cluster_is_idle(steps: list[tuple[str, in
         for name in workers:
             cluster.report(name)
     assert idle(cluster)
-    assert not cluster.conductor._ledger._by_worker
+    assert not cluster.conductor._view._ledger._by_worker
     for _ in range(len(workers)):
-        board = cluster.conductor._fresh_board()
+        board = cluster.conductor._view.board
         assert not board.load.any()
         assert not board.coming_s.any()
         assert not board.context.any()

@@ -1,0 +1,188 @@
+"""What the conductor knows: members, who holds which block, reports and estimates, bookings. Soft state, rebuilt from
+the others' messages; told by events and read as a ``Board``."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from moonpool.core.events import EventBatch, IndexSnapshot, Tier
+from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.core.membership import Liveness, Member, MemberChange, WorkerReport
+from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
+from moonpool.scheduler.bookings import Booking, Ledger
+from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+from moonpool.scheduler.prefix_index import Applied, PrefixIndex
+
+WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
+SWEPT_PER_EVENT = 2_000  # index entries: about a millisecond
+DEFAULT_BLOCK_TOKENS = 64  # until a member with a layout is known
+
+
+class View:
+    def __init__(self, booking_s: float) -> None:
+        self.workers: dict[MemberId, Worker] = {}
+        self.stores: dict[NodeId, Member] = {}
+        self.devices = PrefixIndex(Tier.G1)
+        self.pool = PrefixIndex(Tier.G2)
+        self.block_tokens = DEFAULT_BLOCK_TOKENS
+        self.counts: Counter[str] = Counter()
+        self._ledger = Ledger(booking_s)
+        self._of_role = {role: (PrefillEstimate(), StepEstimate()) for role in WORKER_ROLES}
+        self._board: Board | None = None  # None: membership changed since
+
+    @property
+    def board(self) -> Board:
+        """Up to date; not to be kept beyond the next event."""
+        if self._board is None:
+            ready = [worker for worker in self.workers.values() if worker.member.ready]
+            self._board = Board(ready, {node: store for node, store in self.stores.items() if store.ready})
+            self._write_bits(self._board)
+            for worker in ready:
+                self._board.write(worker, self._ledger.coming(worker.member.id))
+                self._board.write_fits(worker, *self._fits(worker))
+        return self._board
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def on_member(self, change: MemberChange) -> None:
+        member, live = change.member, change.liveness is Liveness.LIVE
+        if member.role is not Role.STORE and member.role not in WORKER_ROLES:
+            return
+        self._board = None
+        if live and member.layout is not None:
+            self.block_tokens = member.layout.block_tokens
+        if member.role is Role.STORE:
+            self._on_store(member, live)
+        else:
+            self._on_worker(member, live)
+
+    def _on_store(self, member: Member, live: bool) -> None:
+        known = self.stores.get(member.node)
+        if known is not None and member.incarnation < known.incarnation:
+            return
+        if not live or (known is not None and known.incarnation != member.incarnation):
+            self.pool.drop(member.node)  # gone, or its blocks went with its last life; silent: a snapshot will tell
+        if live:
+            self.stores[member.node] = member
+        else:
+            self.stores.pop(member.node, None)
+
+    def _on_worker(self, member: Member, live: bool) -> None:
+        known = self.workers.get(member.id)
+        if known is not None and member.incarnation < known.member.incarnation:
+            return
+        if live and known is not None and known.member.incarnation == member.incarnation:
+            known.member = member
+            return
+        self.workers.pop(member.id, None)
+        self.devices.drop(member.id)
+        self._ledger.lose(member.id)
+        if live:
+            self.workers[member.id] = Worker(member)
+
+    def on_report(self, report: WorkerReport, now: float) -> None:
+        worker = self.workers.get(report.worker)
+        if worker is None or worker.member.incarnation != report.incarnation:
+            self.counts["reports_ignored"] += 1
+            return
+        for prefill, step in ((worker.prefill, worker.step), self._of_role[worker.member.role]):
+            for timing in report.prefills:
+                prefill.add(timing)
+            for measured in report.steps:
+                step.add(measured)
+        worker.take(report, self.block_tokens)
+        fit, step_fit = self._fits(worker)
+        if self._board is not None and report.worker in self._board.row:
+            self._board.write_fits(worker, fit, step_fit)
+        left = [(a.prompt_tokens, n) for a in report.attempts if (n := worker.prompt_left(a))]
+        worker.busy_until = now + sum(seconds_of(fit, prompt, n) for prompt, n in left)
+        for ended in self._ledger.report(report.worker, {(a.request, a.attempt) for a in report.attempts}, now):
+            self.counts["bookings_ended_by_report"] += 1
+            self._write(ended.prefill, ended.decode)
+        self._write(report.worker)
+
+    def on_blocks(self, event: EventBatch | IndexSnapshot) -> bool:
+        """False: events of a node's store are missing, a snapshot is needed."""
+        tiers = {e.tier for e in event.events} if isinstance(event, EventBatch) else {tier for tier, _ in event.entries}
+        device = Tier.G1 in tiers or (not tiers and event.holder in self.workers)
+        index = self.devices if device else self.pool
+        owner = self._worker_life(event.holder) if device else self.stores.get(NodeId(event.holder))
+        if owner is None or owner.incarnation != event.incarnation:
+            self.counts["events_ignored"] += 1
+            return True
+        bit = index.bit_number(event.holder)
+        applied = index.load(event) if isinstance(event, IndexSnapshot) else index.apply(event)
+        if applied is Applied.GAP:
+            self.counts["event_gaps"] += 1
+            if not device:
+                return False
+            if isinstance(event, EventBatch):
+                index.follow_from(event)
+        if index.bit_number(event.holder) != bit and self._board is not None:
+            self._write_bits(self._board)
+        return True
+
+    def sweep(self) -> None:
+        """A little of the work that dropped holders leave behind."""
+        self.devices.sweep(SWEPT_PER_EVENT)
+        self.pool.sweep(SWEPT_PER_EVENT)
+
+    def _worker_life(self, holder: str) -> Member | None:
+        worker = self.workers.get(MemberId(holder))
+        return None if worker is None else worker.member
+
+    # -- bookings ------------------------------------------------------------------------------------------------------
+
+    def book(self, booking: Booking) -> None:
+        for name in {booking.prefill, booking.decode}:
+            self.workers[name].last_chosen = booking.number
+        self._ledger.add(booking)
+        self._write(booking.prefill, booking.decode)
+
+    def release(self, request: str, attempt: int | None = None) -> None:
+        """The booking of ``request``, if it has one; of this attempt only, where one is given."""
+        booking = self._ledger.bookings.get(request)
+        if booking is not None and attempt in (None, booking.attempt):
+            self._ledger.release(request)
+            self._write(booking.prefill, booking.decode)
+
+    def expire(self, now: float) -> None:
+        for old in self._ledger.expire(now):
+            self.counts["bookings_expired"] += 1
+            self._write(old.prefill, old.decode)
+
+    # -- the board's rows ----------------------------------------------------------------------------------------------
+
+    def _write(self, *names: MemberId) -> None:
+        """Bring the rows of these workers up to date; those not on the board are passed over."""
+        for name in names:
+            if self._board is not None and name in self._board.row:
+                self._board.write(self.workers[name], self._ledger.coming(name))
+
+    def _write_bits(self, board: Board) -> None:
+        for row, worker in enumerate(board.workers):
+            device = self.devices.bit_number(worker.member.id)
+            node = self.pool.bit_number(worker.member.node)
+            board.device_bit[row] = NO_BIT if device is None else device
+            board.node_bit[row] = NO_BIT if node is None else node
+
+    def _fits(self, worker: Worker) -> tuple[Fit, Fit]:
+        """Prefill and step time: the worker's own where it has measured enough, else its role's."""
+        prefill, step = self._of_role[worker.member.role]
+        return (
+            worker.prefill.fit if worker.prefill.fit.sure else prefill.fit,
+            worker.step.fit if worker.step.fit.sure else step.fit,
+        )
+
+    def numbers(self) -> dict[str, float]:
+        coming = [self._ledger.coming(name) for name in self.workers]
+        return {
+            "bookings": float(len(self._ledger)),
+            "booked_prefill_seconds": sum(c.prefill_s for c in coming),
+            "booked_context_tokens": float(sum(c.context_tokens for c in coming)),
+            "attempts_reported": float(sum(len(worker.attempts) for worker in self.workers.values())),
+            "workers": float(len(self.workers)),
+            "store_nodes": float(len(self.stores)),
+            "blocks_indexed": float(len(self.pool)),
+            "device_blocks_indexed": float(len(self.devices)),
+        }
