@@ -1,0 +1,114 @@
+"""Greedy token ids of a running cluster against the library's own generation, in fp32, with freed memory poisoned.
+
+Cold, warm from device pages, warm from the pool, alone and in a batch: one test per path, the same prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from support.cluster import LocalCluster, complete
+from support.oracle import Oracle
+
+pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 500)
+LONG = 2000
+TOKENS = 32
+BLOCK = 64
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [random.Random(f"{seed}/{length}").randrange(1000, 49000) for _ in range(length)]
+
+
+def warm_tokens(length: int) -> int:
+    """Prompt tokens found in cache the second time: whole blocks, and never the last token."""
+    return min(length // BLOCK * BLOCK, length - 1)
+
+
+async def check_cold_then_warm(cluster: LocalCluster, oracle: Oracle, length: int, seed: int) -> None:
+    ids = prompt(length, seed)
+    async with cluster.client() as client:
+        cold = await complete(client, ids, TOKENS)
+        warm = await complete(client, ids, TOKENS)
+    assert cold.status == warm.status == 200, (cold.body, warm.body)
+    oracle.check(ids, cold.ids, f"cold, {length}")
+    oracle.check(ids, warm.ids, f"warm from device pages, {length}")
+    assert (cold.cached, warm.cached) == (0, warm_tokens(length))
+
+
+async def check_batch(cluster: LocalCluster, oracle: Oracle, seed: int) -> None:
+    prompts = [prompt(length, seed) for length in (*LENGTHS, *LENGTHS[:-1], 33)]
+    assert len(prompts) == 16
+    for i, ids in enumerate(prompts):
+        ids[0] = 2000 + i  # no two alike
+    async with cluster.client() as client:
+        answers = await asyncio.gather(*(complete(client, ids, TOKENS) for ids in prompts))
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.status == 200, answer.body
+        oracle.check(ids, answer.ids, f"in a batch of 16, {len(ids)}")
+
+
+@pytest.mark.parametrize("length", [*LENGTHS, LONG])
+async def test_one_process_equals_the_library_cold_and_warm(laptop: LocalCluster, oracle: Oracle, length: int) -> None:
+    await check_cold_then_warm(laptop, oracle, length, seed=1)
+    laptop.assert_idle()
+
+
+async def test_one_process_equals_the_library_in_a_batch(laptop: LocalCluster, oracle: Oracle) -> None:
+    await check_batch(laptop, oracle, seed=2)
+    laptop.assert_idle()
+
+
+@pytest.mark.parametrize("length", [65, 128, 500])
+async def test_one_process_equals_the_library_warm_from_its_pool(laptop: LocalCluster, oracle: Oracle, length: int) -> None:
+    ids = prompt(length, seed=3)
+    async with laptop.client() as client:
+        await complete(client, ids, TOKENS)
+        laptop.assert_idle()
+        laptop.clear_device_pages("both-0")
+        answer = await complete(client, ids, TOKENS)
+    oracle.check(ids, answer.ids, f"warm from the pool, {length}")
+    assert answer.cached == warm_tokens(length)
+    laptop.assert_idle()
+
+
+@pytest.mark.parametrize("length", [*LENGTHS, LONG])
+async def test_split_workers_equal_the_library_cold_and_warm(split: LocalCluster, oracle: Oracle, length: int) -> None:
+    await check_cold_then_warm(split, oracle, length, seed=4)
+    split.assert_idle()
+
+
+async def test_split_workers_equal_the_library_in_a_batch(split: LocalCluster, oracle: Oracle) -> None:
+    await check_batch(split, oracle, seed=5)
+    split.assert_idle()
+
+
+@pytest.mark.parametrize("length", [65, 128, 500, LONG])
+async def test_split_workers_equal_the_library_warm_from_the_pool_of_the_other_node(
+    split: LocalCluster, oracle: Oracle, length: int
+) -> None:
+    ids = prompt(length, seed=6)
+    async with split.client() as client:
+        await complete(client, ids, TOKENS)
+        split.assert_idle()
+        split.clear_device_pages("prefill-0", "prefill-1", "decode-0")
+        before = split.stats("store-b").numbers["bytes_out_ucx"]
+        answer = await complete(client, ids, TOKENS)
+    oracle.check(ids, answer.ids, f"warm from the pool, {length}")
+    assert answer.cached == warm_tokens(length)
+    assert split.stats("store-b").numbers["bytes_out_ucx"] > before
+    split.assert_idle()
+
+
+async def test_every_byte_between_node_ids_went_by_ucx(split: LocalCluster) -> None:
+    async with split.client() as client:
+        await complete(client, prompt(200, seed=7), 4)
+    split.assert_idle()
+    for member in ("prefill-0", "prefill-1", "store-a", "store-b"):
+        stats = split.stats(member)
+        other = {k: v for k, v in stats.numbers.items() if k.startswith("bytes_out_") and k != "bytes_out_ucx" and v}
+        assert not other, (member, other)
