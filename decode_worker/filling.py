@@ -23,7 +23,7 @@ from moonpool.core.landing import Landed
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.copier import Copier
-from moonpool.decode_worker.handoff import Handoff
+from moonpool.decode_worker.handoff import Handoff, end_landing
 from moonpool.decode_worker.live import Live
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.client import LandingFailure
@@ -168,6 +168,8 @@ class Filler:
         handoff = self._handoffs.get((failure.request, failure.attempt))
         if handoff is not None:
             handoff.fail(failure.error)
+        elif self.link.client is not None:  # of an attempt that ended before it heard of its landing
+            self._spawn(end_landing(self.link.client, failure.landing))
 
     def _store_lost(self) -> None:
         lost = Failure(Reason.PEER_SILENT, f"the store node of {self._member.node} is gone, and its landings with it")

@@ -146,7 +146,7 @@ class Handoff:
             case Join():
                 self._owner.join()
             case EndLanding(landing):
-                self._spawn(self._end_landing(landing))
+                self._spawn(end_landing(self.client, landing))
             case StopCopies():
                 self._stop_copies.set()
             case CancelPrefill():
@@ -180,13 +180,15 @@ class Handoff:
         except MoonpoolError as e:
             log.warning("not quarantined: %s", e)
 
-    async def _end_landing(self, landing: int) -> None:
-        try:
-            await self.client.end_landing(landing)
-        except MoonpoolError as e:  # the session is over, and its landings with it
-            log.info("landing %d not ended: %s", landing, e)
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._loose.add(task)
         task.add_done_callback(self._loose.discard)
+
+
+async def end_landing(client: StoreClient, landing: int) -> None:
+    """The reader is through with it."""
+    try:
+        await client.end_landing(landing)
+    except MoonpoolError as e:  # the session is over, and its landings with it
+        log.info("landing %d not ended: %s", landing, e)

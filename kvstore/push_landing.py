@@ -254,6 +254,10 @@ class PushLanding:
         self._withdraw()
         return await self._end()
 
+    async def end_for_reader(self) -> None:
+        """After ``cancel``: the reader broke off, maybe before it heard of this landing, and will not end it itself."""
+        await self._target.end(self.landing.id)
+
     async def _end(self) -> Drained:
         with self._lock:
             self._closed = True
@@ -283,12 +287,11 @@ class PushLanding:
     async def _land(self) -> None:
         """Until all that was pushed has landed. Slices that were rejected, or of which no notice came, go once more."""
         repeated: set[Slice] = set()
-        wait_s = SETTLE_S
         while True:
             await self._all_ended()
             if self.failure is not None or self._gave_up or not self._pushes:
                 return
-            missing, rejected = await self._settle(repeated, wait_s)
+            missing, rejected = await self._settle(repeated)
             if not missing or self._gave_up:
                 return
             again = (rejected or missing) - repeated
@@ -299,18 +302,18 @@ class PushLanding:
             log.warning("pushed_again", landing=self.landing.id, slices=len(again), rejected=len(rejected))
             self._push_again(again)
             repeated |= again
-            wait_s = RESETTLE_S
 
-    async def _settle(self, repeated: set[Slice], wait_s: float) -> tuple[set[Slice], set[Slice]]:
-        """(missing, rejected for the first time) once there is one of those, nothing is missing, or ``wait_s`` is over."""
-        deadline = time.monotonic() + wait_s
+    async def _settle(self, repeated: set[Slice]) -> tuple[set[Slice], set[Slice]]:
+        """(missing, rejected for the first time) once there is one of those, nothing is missing, or it took too long."""
+        begun = time.monotonic()
         while True:
             asked = time.monotonic()
-            state = await self._target.state(self.landing.id, min(STATE_WAIT_S, max(deadline - asked, 0.0)))
+            state = await self._target.state(self.landing.id, STATE_WAIT_S)
             missing = self._missing(state)
             rejected = (missing & state.rejected) - repeated
+            patience = SETTLE_S if missing - repeated else RESETTLE_S
             now = time.monotonic()
-            if not missing or rejected or now >= deadline or self._gave_up or self.failure is not None:
+            if not missing or rejected or now - begun >= patience or self._gave_up or self.failure is not None:
                 return missing, rejected
             await asyncio.sleep(max(0.0, asked + 0.01 - now))  # the node may have had nothing to wait for
 

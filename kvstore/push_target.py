@@ -87,6 +87,10 @@ class PushTarget:
         request = pb.store.DrainRequest(landing=landing, writer=self._writer.id, writer_incarnation=self._writer.incarnation)
         await self._call(self._stub.Drain, request)
 
+    async def end(self, landing: int) -> None:
+        """For the reader, where it cannot say so itself."""
+        await self._call(self._stub.EndLanding, pb.store.LandingRequest(landing=landing))
+
     async def notify(self, frames: Sequence[bytes]) -> None:
         await self._call(self._stub.Notify, pb.store.NotifyRequest(frames=frames), NOTIFY_S)
 

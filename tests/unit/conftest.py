@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driving import make_tiny_model
+from support.workers import make_tiny_model
 
 
 @pytest.fixture(scope="session")

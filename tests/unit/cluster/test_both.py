@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from driving import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
+from support.workers import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
 
 from moonpool.cluster.both import BothWorker
 from moonpool.core.errors import Reason

@@ -1,0 +1,216 @@
+"""One prefill job: its hand-off, its pages, and what the compute thread does for it, layer by layer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from moonpool.core.blocks import BlockHasher, blocks_for
+from moonpool.core.errors import Failure, TransferFailed
+from moonpool.core.handoff import Begun, Drained, PrefillEvent, PrefillJob
+from moonpool.core.ids import MemberId
+from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.request import FinishReason, Sampled
+from moonpool.engine.engine import Engine, Row
+from moonpool.engine.sampler import SamplerState, finish_reason, sample
+from moonpool.kvstore.pusher import PushLanding
+from moonpool.prefill_worker.chunk_planner import Chunk, JobKey
+from moonpool.prefill_worker.handoff_source import (
+    Abandon,
+    Action,
+    Block,
+    Drain,
+    EmitBegun,
+    EmitDrained,
+    EmitFailure,
+    EmitFirst,
+    HandoffSource,
+    Push,
+    ReleasePages,
+)
+from moonpool.prefill_worker.prefix import Found, LoadStopped, PrefixLoad
+
+
+class Job:
+    """``tell`` is for the event loop, ``compute`` for the compute thread; both go through one lock."""
+
+    def __init__(self, job: PrefillJob, engine: Engine, hasher: BlockHasher, on_quiet: Callable[[Job], None]) -> None:
+        """``on_quiet`` is called once, on the event loop, when nobody uses the pages any more."""
+        attempt = job.attempt
+        self.job = job
+        self.key: JobKey = (attempt.request.id, attempt.number)
+        self.tokens = attempt.context
+        self.keys = hasher.keys(self.tokens, known=attempt.request.keys)
+        self.events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
+        self.source = HandoffSource(attempt.request.id, attempt.number, engine.layout.layers)
+        self.life = Lifetime()
+        self.pages: list[int] = []
+        self.matched = 0  # leading blocks found in device pages
+        self.published = 0  # leading blocks offered to the device-page index
+        self.start = 0  # tokens reused
+        self.found = Found()
+        self.load: PrefixLoad | None = None
+        self.load_seconds = 0.0
+        self.landing: PushLanding | None = None
+        self.draining: set[asyncio.Task[None]] = set()
+        self.store: MemberId | None = None  # the store node that granted the landing
+        self.taken = 0.0  # when the worker took it up
+        self.on_end: list[Callable[[], None]] = []
+        self._ended = asyncio.Event()
+        self._reader_gone = False
+        self._engine = engine
+        self._on_quiet = on_quiet
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def tail_valid(self) -> int:
+        """Tokens of an unfinished last block; 0: none."""
+        return len(self.tokens) % self._engine.layout.block_tokens
+
+    # -- event loop --------------------------------------------------------------------------------------------------
+
+    def tell(self, fact: Callable[[], list[Action]]) -> None:
+        """A fact that is no layer, and its actions."""
+        with self._lock:
+            actions = fact()
+        if self.source.stop:
+            self._ended.set()
+        for action in actions:
+            self._perform(action)
+
+    def ended(self) -> bool:
+        """Failed, cancelled or over: nothing more is to be computed."""
+        return self.source.stop
+
+    def cancel(self, why: Failure) -> None:
+        """Nobody wants it any more; a no-op once it has ended."""
+        if not self.source.stop:
+            self._reader_gone = True
+            self.tell(lambda: self.source.cancelled(why))
+
+    def fail(self, failure: Failure) -> None:
+        if not self.source.stop:
+            self.tell(lambda: self.source.failed(failure))
+
+    async def done_or_ended(self, task: asyncio.Task[Any]) -> bool:
+        """Waits for ``task``, but not longer than the job lives; True when ``task`` is done."""
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        return task.done()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case EmitBegun(landing):
+                self.events.put_nowait(Begun(landing))
+            case EmitFirst(first):
+                self.events.put_nowait(first)
+            case EmitDrained(drained):
+                self.events.put_nowait(drained)
+            case EmitFailure(failure):
+                self.events.put_nowait(failure)
+            case Drain():
+                self._drain(give_up=False)
+            case Abandon():
+                if self.load is not None:
+                    self.load.stop()
+                self._drain(give_up=True)
+            case ReleasePages():
+                self._on_quiet(self)
+            case Push():
+                raise AssertionError("layers are told on the compute thread")
+
+    def _drain(self, *, give_up: bool) -> None:
+        task = self._loop.create_task(self._settle(give_up=give_up))
+        self.draining.add(task)
+        task.add_done_callback(self.draining.discard)
+
+    async def _settle(self, *, give_up: bool) -> None:
+        """Drain or cancel the landing. Its pushes read the pages no more when this tells ``drained``."""
+        landing = self.landing
+        assert landing is not None
+        try:
+            drained = await (give_up_landing(landing, self._reader_gone) if give_up else landing.drain())
+            failure = landing.failure
+        except Exception as e:  # noqa: BLE001 - the pages must come back whatever the store node answers
+            drained, failure = Drained(landing.landing.id, 0, "none"), Failure.of(e)
+        if failure is not None and not give_up:
+            self.fail(failure)
+        self.tell(lambda: self.source.drained(drained))
+
+    # -- compute thread ----------------------------------------------------------------------------------------------
+
+    def compute(self, chunk: Chunk) -> Sampled | None:
+        """One chunk: every finished layer is pushed while the next one computes. The sampled id after the last chunk.
+
+        LoadStopped when the attempt ended meanwhile, PrefixLost when a loaded block is bad, TransferFailed.
+        """
+        relied = max(blocks_for(chunk.start, self._engine.layout.block_tokens) - self.matched, 0) if self.load else 0
+        blocks = tuple(self._blocks_of(chunk))
+        reused = tuple(self._reused_blocks(chunk)) if chunk.number == 0 else ()
+
+        def before_layer(layer: int) -> None:
+            if self.source.stop:
+                raise LoadStopped
+            if relied and self.load is not None:
+                begun = time.monotonic()
+                self.load.wait(layer, relied)
+                self.load_seconds += time.monotonic() - begun
+            if reused:
+                self._tell_layer(chunk.number, layer, reused)
+
+        def on_layer(layer: int) -> None:
+            self._tell_layer(chunk.number, layer, blocks)
+
+        row = Row(self.tokens[chunk.start : chunk.end], chunk.start, self.pages, chunk.last)
+        logits = self._engine.forward([row], before_layer=before_layer, on_layer=on_layer)
+        if not chunk.last:
+            return None
+        self.life.stamp(Instant.LAST_LAYER_COMPUTED, time.monotonic())
+        request = self.job.attempt.request
+        state = SamplerState(request.sampling, request.prompt, self.job.attempt.emitted)
+        return sample(logits, [state], self._engine.eos_ids)[0]
+
+    def ends_with(self, token: int) -> bool:
+        """Whether ``token``, as the first id of this attempt, ends the request."""
+        attempt = self.job.attempt
+        reason = finish_reason(attempt.request.sampling, token, len(attempt.emitted) + 1, self._engine.eos_ids)
+        if reason is None and len(self.tokens) + 1 >= self._engine.max_context:
+            reason = FinishReason.LENGTH
+        return reason is not None
+
+    def _tell_layer(self, chunk: int, layer: int, blocks: tuple[Block, ...]) -> None:
+        with self._lock:
+            for action in self.source.layer(chunk, layer, blocks):
+                assert isinstance(action, Push) and self.landing is not None
+                self.landing.push_layer(action.chunk, action.layer, [(b.index, b.page, b.valid) for b in action.blocks])
+        if self.landing is not None and (failure := self.landing.failure) is not None:
+            raise TransferFailed(failure.message, peer=failure.peer or None)
+
+    def _blocks_of(self, chunk: Chunk) -> Iterable[Block]:
+        """Blocks that this chunk completes, and after the last chunk the unfinished one."""
+        size = self._engine.layout.block_tokens
+        for index in range(chunk.start // size, chunk.end // size):
+            yield Block(index, self.pages[index], size)
+        if chunk.last and self.tail_valid:
+            index = chunk.end // size
+            yield Block(index, self.pages[index], self.tail_valid)
+
+    def _reused_blocks(self, chunk: Chunk) -> Iterable[Block]:
+        size = self._engine.layout.block_tokens
+        for index in range(chunk.start // size):
+            yield Block(index, self.pages[index], size)
+
+
+async def give_up_landing(landing: PushLanding, reader_gone: bool = True) -> Drained:
+    """Nothing more is posted. A reader that broke off cannot end the landing: it may never have heard of it."""
+    drained = await landing.cancel()
+    if reader_gone:
+        await landing.end_for_reader()
+    return drained

@@ -1,0 +1,232 @@
+"""One job's way from its pages and its landing to its first token: the steps, each bounded, in order.
+
+The event loop owns pages and pins; the compute thread runs the chunks and tells the finished layers; the load thread
+brings reused blocks in ahead of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from moonpool.core.blocks import blocks_for
+from moonpool.core.errors import Busy, Failure, MoonpoolError, PeerSilent
+from moonpool.core.handoff import FirstToken
+from moonpool.core.lifetime import Instant
+from moonpool.core.membership import Peers, PrefillTiming
+from moonpool.core.request import Sampled
+from moonpool.engine.engine import Engine
+from moonpool.engine.pages import OutOfPages
+from moonpool.kvstore.link import StoreLink
+from moonpool.kvstore.pusher import Pusher, PushLanding
+from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
+from moonpool.prefill_worker.job import Job, give_up_landing
+from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, find
+
+MAX_TIMINGS = 1_024  # between two reports
+log = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs one job at a time on one compute thread."""
+
+    def __init__(
+        self, engine: Engine, peers: Peers, planner: ChunkPlanner, link: StoreLink, pusher: Pusher, *, reuse: bool
+    ) -> None:
+        self._engine, self._peers, self._planner, self._link, self._pusher = engine, peers, planner, link, pusher
+        self._reuse = reuse
+        self._compute_thread = ThreadPoolExecutor(1, "compute")
+        self._load_thread = ThreadPoolExecutor(1, "prefix load")
+        self._late: set[asyncio.Task[Any]] = set()
+        self.timings: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
+        self.counts: Counter[str] = Counter()
+
+    async def run(self, work: Job) -> None:
+        """Ends with the first token told, with the job back in the queue, or with its pages left after it ended."""
+        try:
+            if await self._begin(work):
+                await self._compute(work)
+        except Exception as e:
+            if not isinstance(e, MoonpoolError):
+                log.exception("prefill of %s attempt %d", *work.key)
+            work.fail(Failure.of(e))
+        finally:
+            await self._leave_pages(work)
+
+    async def close(self) -> None:
+        """Waits for the layer and the slice under way, and for landings that came too late."""
+        await asyncio.to_thread(self._compute_thread.shutdown)
+        await asyncio.to_thread(self._load_thread.shutdown)
+        await asyncio.gather(*self._late, return_exceptions=True)
+
+    async def _begin(self, work: Job) -> bool:
+        """Pages, landing, prefix. False: not now (the job waits on), or it ended."""
+        work.taken = time.monotonic()
+        work.life.stamp(Instant.PREFILL_BEGUN, work.taken)
+        try:
+            self._take_pages(work)
+            await self._take_landing(work)
+        except (OutOfPages, Busy) as e:
+            log.info("%s attempt %d waits: %s", *work.key, e)
+            self._give_back(work)
+            if not work.ended():
+                self.counts["skips"] += 1
+                self._planner.refused(work.key, time.monotonic())
+            return False
+        if work.ended():
+            return False
+        await self._find_prefix(work)
+        if work.ended():
+            return False
+        self._planner.granted(work.key, work.start)
+        return True
+
+    def _take_pages(self, work: Job) -> None:
+        """The device prefix first; a fully cached prompt gets a private copy of its last page."""
+        pool, size = self._engine.pages, self._engine.layout.block_tokens
+        matched = pool.match(work.keys) if self._reuse else []
+        full = len(matched) * size == len(work.tokens)
+        try:
+            fresh = pool.allocate(blocks_for(len(work.tokens), size) - len(matched) + full)
+        except OutOfPages:
+            pool.release(matched)
+            raise
+        if full:
+            shared = matched.pop()
+            self._engine.kv_bytes[fresh[0]] = self._engine.kv_bytes[shared]
+            pool.release([shared])
+        work.pages = matched + fresh
+        work.matched = len(matched) + full
+        work.published = len(matched)
+
+    def _give_back(self, work: Job) -> None:
+        pages, work.pages = work.pages, []
+        self._engine.pages.release(pages)
+
+    async def _take_landing(self, work: Job) -> None:
+        """Ask the decode host's store node. Busy: not now."""
+        job = work.job
+        store = self._peers.store_of(job.store_node)
+        if store is None:
+            raise PeerSilent(f"no store node is live on {job.store_node}, where {job.decode.id} reads")
+        work.store = store.id
+        first = job.have_blocks
+        granting = asyncio.create_task(
+            self._pusher.grant(
+                store,
+                job.attempt,
+                work.keys[first:],
+                first_block=first,
+                tail_valid=work.tail_valid,
+                reader=job.decode.id,
+                reader_incarnation=job.decode.incarnation,
+                parent=work.keys[first - 1] if first else None,
+            )
+        )
+        if not await work.done_or_ended(granting):  # a frozen store node must not hold up the other jobs
+            self._late.add(granting)
+            granting.add_done_callback(self._granted_too_late)
+            return
+        landing = granting.result()
+        work.landing = landing
+        work.life.stamp(Instant.LANDING_GRANTED, time.monotonic())
+        work.tell(lambda: work.source.granted(landing.landing))
+
+    def _granted_too_late(self, granting: asyncio.Task[PushLanding]) -> None:
+        self._late.discard(granting)
+        if not granting.cancelled() and granting.exception() is None:
+            giving_back = asyncio.create_task(give_up_landing(granting.result()))
+            self._late.add(giving_back)
+            giving_back.add_done_callback(self._late.discard)
+
+    async def _find_prefix(self, work: Job) -> None:
+        """Reusable blocks after the device prefix, pinned, and on their way into the pages."""
+        size = self._engine.layout.block_tokens
+        begun = time.monotonic()
+        if self._reuse:
+            left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
+            finding = asyncio.create_task(
+                find(self._link.client, self._peers, work.keys, work.matched, work.job.segments, left_ms)
+            )
+            if not await work.done_or_ended(finding):
+                finding.cancel()
+                await asyncio.gather(finding, return_exceptions=True)  # it ends its pins
+                return
+            work.found = finding.result()
+        work.load_seconds = time.monotonic() - begun
+        blocks = work.matched + len(work.found.slots)
+        if work.found.slots and not work.ended():
+            pages = work.pages[work.matched : blocks]
+            work.load = PrefixLoad(work.found, pages, self._engine.kv_bytes, self._engine.layout)
+            work.load.start(self._load_thread)
+        work.start = min(blocks * size, len(work.tokens) - 1)
+
+    async def _compute(self, work: Job) -> None:
+        loop = asyncio.get_running_loop()
+        while not work.ended():
+            chunk = self._planner.chunk(work.key)
+            try:
+                sampled = await loop.run_in_executor(self._compute_thread, work.compute, chunk)
+            except LoadStopped:
+                return
+            except PrefixLost as lost:
+                await self._shorten(work, lost.blocks)
+                continue
+            self._planner.computed(work.key, chunk)
+            self._publish(work, chunk)
+            if sampled is not None:
+                self._first_token(work, sampled)
+                return
+
+    async def _shorten(self, work: Job, blocks: int) -> None:
+        """A loaded block is bad: it is no longer findable, and everything from it on is computed."""
+        assert work.load is not None
+        self.counts["prefix_blocks_lost"] += len(work.found.slots) - blocks
+        if work.load.bad is not None and self._link.client is not None:
+            slot, layer = work.load.bad
+            await self._link.client.quarantine(slot.key, layer, "prefix_load")
+        work.start = (work.matched + blocks) * self._engine.layout.block_tokens
+        self._planner.restart(work.key, min(work.start, len(work.tokens) - 1))
+
+    def _publish(self, work: Job, chunk: Chunk) -> None:
+        """Whole blocks, reused ones included: every layer of them is in its page now."""
+        if not self._reuse:
+            return
+        whole = chunk.end // self._engine.layout.block_tokens
+        for i in range(work.published, whole):
+            self._engine.pages.publish(work.pages[i], work.keys[i], work.keys[i - 1] if i else None)
+        work.published = max(work.published, whole)
+
+    def _first_token(self, work: Job, sampled: Sampled) -> None:
+        now = time.monotonic()
+        size, prompt = self._engine.layout.block_tokens, len(work.job.attempt.request.prompt)
+        timing = PrefillTiming(
+            len(work.tokens),
+            work.start,
+            now - work.taken,
+            work.load_seconds,
+            max(work.start - work.matched * size, 0),
+        )
+        first = FirstToken(sampled, min(work.start, prompt), work.ends_with(sampled.token), timing)
+        work.life.stamp(Instant.FIRST_TOKEN, now)
+        work.tell(lambda: work.source.sampled(first))
+        self.timings.append(timing)
+        self.counts["prompt_tokens"] += len(work.tokens)
+        self.counts["reused_tokens"] += work.start
+        self.counts["fetched_bytes"] += work.found.fetched_bytes
+
+    async def _leave_pages(self, work: Job) -> None:
+        """Compute and prefix load have left the pages; the next job may start while this one drains."""
+        if work.load is not None:
+            if work.ended():
+                work.load.stop()
+            await work.load.ended()
+        await work.found.close()
+        if work.ended():
+            work.tell(work.source.stopped)
+        if work.landing is not None:
+            self._planner.leave(work.key)

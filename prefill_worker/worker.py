@@ -1,0 +1,255 @@
+"""The prefill worker: one job computes at a time, the next one's landing is asked for when it is about to start.
+
+The event loop owns the queue, the pages and the jobs; the compute thread runs the chunks and tells the finished layers;
+the load thread brings reused blocks in ahead of it. Pages are held until the landing has drained, while the next job
+computes already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import grpc
+
+from moonpool.core.blocks import BlockHasher, load_hash_key
+from moonpool.core.config import Config
+from moonpool.core.errors import (
+    Cancelled,
+    DeadlinePassed,
+    Failure,
+    InvalidRequest,
+    PromptTooLarge,
+    Reason,
+)
+from moonpool.core.handoff import Drained, PrefillEvent, PrefillJob
+from moonpool.core.ids import RequestId, Role
+from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, WorkerReport
+from moonpool.engine.engine import Engine
+from moonpool.engine.journal import PageJournal
+from moonpool.kvstore.link import StoreLink
+from moonpool.kvstore.pusher import Pusher
+from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
+from moonpool.prefill_worker.job import Job
+from moonpool.prefill_worker.runner import Runner
+from moonpool.prefill_worker.service import PrefillFace
+
+MAX_TIMINGS = 1_024
+KEPT_LIVES = 256
+CLOSE_S = 5.0  # for jobs to drain when the worker leaves
+log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """Service object of a prefill worker."""
+
+    def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, hash_key: bytes) -> None:
+        self._config, self._engine, self._member, self._peers, self._hash_key = config, engine, member, peers, hash_key
+        self._planner = ChunkPlanner(
+            queue_limit=config.timing.queue_limit,
+            age_ms=config.timing.landing_age_ms,
+            chunk_tokens=config.engine.prefill_chunk,
+            block_tokens=engine.layout.block_tokens,
+        )
+        self._jobs: dict[JobKey, Job] = {}  # until their pages are back
+        self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
+        self._link = StoreLink(member, engine.layout, peers, config.timing)
+        self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer)
+        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, reuse=config.engine.reuse)
+        self._journal = PageJournal(engine.pages, member.id, member.incarnation)
+        self._wake = asyncio.Event()
+        self._counts: Counter[str] = Counter()
+        self.lives: deque[tuple[RequestId, int, Lifetime]] = deque(maxlen=KEPT_LIVES)
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._loop_task = asyncio.create_task(self._run(), name="prefill")
+
+    @classmethod
+    async def start(cls, config: Config, engine: Engine, member: Member, peers: Peers) -> PrefillWorker:
+        """Ready to serve. ConfigError where the hash key cannot be read, LayoutMismatch where this host's pool differs."""
+        worker = cls(config, engine, member, peers, load_hash_key(config.key_file(Path.home())))
+        worker._unsubscribe = peers.subscribe(worker._peer_changed)
+        await worker._link.start()
+        return worker
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        PrefillFace(self).add_to(server)
+
+    async def run(self, job: PrefillJob) -> AsyncGenerator[PrefillEvent, None]:
+        """The events of ``job``, the last one ``Drained`` or a ``Failure``. Closing the iterator cancels the job."""
+        try:
+            work = self._submit(job)
+        except Exception as e:  # noqa: BLE001 - travels as the job's failure
+            self._counts["refused"] += 1
+            yield Failure.of(e)
+            return
+        try:
+            while True:
+                event = await work.events.get()
+                yield event
+                if isinstance(event, Drained | Failure):
+                    return
+        finally:
+            self._cancel(work, Failure(Reason.CANCELLED, "the decode worker ended its call"))
+
+    def _submit(self, job: PrefillJob) -> Job:
+        attempt = job.attempt
+        capacity = min(self._engine.pages.total * self._engine.layout.block_tokens, self._engine.max_context)
+        if not attempt.context:
+            raise InvalidRequest("prompt: it has no tokens; send at least one", param="prompt")
+        if len(attempt.context) > capacity:
+            raise PromptTooLarge(
+                f"prompt: {len(attempt.context)} tokens, {self._member.id} holds {capacity} at once; "
+                "shorten the prompt, or raise engine.pages",
+                param="prompt",
+            )
+        request = attempt.request.id
+        if attempt.number <= self._newest.get(request, -1):
+            raise Cancelled(f"attempt {attempt.number} of {request} is replaced by attempt {self._newest[request]}")
+        hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
+        work = Job(job, self._engine, hasher, self._quiet)
+        self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic())
+        if older := self._jobs.get((request, self._newest.get(request, -1))):
+            self._cancel(older, Failure(Reason.CANCELLED, f"attempt {attempt.number} replaces this one"))
+        self._newest[request] = attempt.number
+        self._jobs[work.key] = work
+        self._counts["jobs"] += 1
+        work.life.stamp(Instant.QUEUED, time.monotonic())
+        limit = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, work)
+        work.on_end.append(limit.cancel)
+        self._wake.set()
+        return work
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, work: Job, why: Failure) -> None:
+        """Whatever it is doing; a no-op once it has ended."""
+        if work.key in self._jobs and not work.source.stop:
+            self._counts["cancelled"] += 1
+            work.cancel(why)
+
+    def _deadline(self, work: Job) -> None:
+        work.fail(Failure.of(DeadlinePassed(f"{work.job.attempt.deadline_ms} ms were left when the job came here")))
+
+    def _quiet(self, work: Job) -> None:
+        """Nobody uses the job's pages any more."""
+        self._planner.leave(work.key)
+        pages, work.pages = work.pages, []
+        self._engine.pages.release(pages)
+        for call in work.on_end:
+            call()
+        if self._jobs.pop(work.key, None) is work:
+            request, number = work.key
+            if self._newest.get(RequestId(request)) == number:
+                del self._newest[RequestId(request)]
+        work.life.stamp(Instant.FINISHED, time.monotonic())
+        self.lives.append((RequestId(work.key[0]), work.key[1], work.life))
+        self._wake.set()
+
+    def _peer_changed(self, change: MemberChange) -> None:
+        """A decode worker that is gone wants nothing; a store node that is gone takes nothing."""
+        peer = change.member
+        if peer.role is Role.CONDUCTOR and change.liveness is Liveness.LIVE:
+            self._journal.resync()
+        if peer.role is Role.STORE and peer.node != self._member.node and change.liveness is Liveness.LIVE:
+            self._pusher.prepare()
+        for work in list(self._jobs.values()):
+            reader = work.job.decode
+            dead_reader = reader.id == peer.id and (
+                peer.incarnation > reader.incarnation
+                or (peer.incarnation == reader.incarnation and change.liveness is not Liveness.LIVE)
+            )
+            if dead_reader:
+                self._cancel(work, Failure(Reason.PEER_SILENT, f"{peer.id} is {change.liveness}: {change.proof}", peer.id))
+            elif peer.role is Role.STORE and work.store == peer.id and change.liveness is not Liveness.LIVE:
+                work.fail(Failure(Reason.PEER_SILENT, f"{peer.id} is {change.liveness}: {change.proof}", peer.id))
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            key = self._planner.next(time.monotonic())
+            if key is None:
+                await self._wait()
+                continue
+            work = self._jobs[key]
+            await self._runner.run(work)
+
+    async def _wait(self) -> None:
+        """Until something changed, or a job whose landing was refused may be tried again."""
+        at = self._planner.next_at()
+        try:
+            async with asyncio.timeout(None if at is None else max(at - time.monotonic(), 0.0)):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+
+    # -- Service -----------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> dict[str, float]:
+        pages = self._engine.pages
+        return {
+            "pages_total": pages.total,
+            "pages_used": pages.used,
+            "pages_free": pages.free,
+            "pages_cached": pages.cached,
+            "requests_live": len(self._jobs),
+            "requests_waiting": self._planner.waiting,
+            "requests_running": len(self._planner) - self._planner.waiting,
+            "requests_draining": len(self._jobs) - len(self._planner),
+            "store_connected": float(self._link.client is not None),
+            "threads": threading.active_count(),
+            **{f"{name}_count": value for name, value in (self._counts + self._runner.counts).items()},
+        }
+
+    def words(self) -> dict[str, str]:
+        return {"model": self._member.model, "layout": self._engine.layout.fingerprint, "carriers": self._pusher.carriers()}
+
+    def report(self) -> WorkerReport:
+        prefills = tuple(self._runner.timings)
+        self._runner.timings.clear()
+        pages = self._engine.pages
+        attempts = tuple(
+            LiveAttempt(work.job.attempt.request.id, work.key[1], len(work.tokens), self._planner.remaining(work.key))
+            for work in self._jobs.values()
+        )
+        return WorkerReport(
+            self._member.id,
+            self._member.incarnation,
+            attempts,
+            pages.free + pages.cached,
+            pages.total,
+            prefills,
+            g1_frames=self._journal.frames(),
+        )
+
+    async def clear_device_pages(self) -> int:
+        """Forget cached pages that nobody uses; returns how many."""
+        return self._engine.pages.clear_cached()
+
+    async def close(self) -> None:
+        self._unsubscribe()
+        for work in list(self._jobs.values()):
+            self._cancel(work, Failure(Reason.PEER_SILENT, f"{self._member.id} is leaving", self._member.id))
+        await self._all_quiet()
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+        await self._runner.close()
+        await self._pusher.close()
+        await self._link.close()
+
+    async def _all_quiet(self) -> None:
+        """Cancelled jobs have given their pages back, or ``CLOSE_S`` is over."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                while self._jobs:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except TimeoutError:
+            log.warning("%d jobs not drained when leaving", len(self._jobs))

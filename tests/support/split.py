@@ -1,0 +1,160 @@
+"""The split path in one process: real store nodes, prefill workers and a decode worker, talking gRPC over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from moonpool.core.config import Config
+from moonpool.core.ids import Role
+from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.core.placement import Placement, Segment
+from moonpool.core.request import Request
+from moonpool.decode_worker.worker import DecodeWorker
+from moonpool.engine.engine import Engine, load_engine
+from moonpool.kvstore.node import StoreNode
+from moonpool.prefill_worker.worker import PrefillWorker
+from support.workers import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
+
+
+@dataclass
+class Split:
+    """Store nodes by node name; prefill workers; one decode worker with its gateway."""
+
+    config: Config
+    crowd: Crowd
+    stores: dict[str, StoreNode]
+    prefills: list[PrefillWorker]
+    prefill_members: list[Member]
+    prefill_engines: list[Engine]
+    decode: DecodeWorker
+    decode_member: Member
+    decode_engine: Engine
+    gateway: Gateway
+    asker: Asker
+    stops: dict[str, Any] = field(default_factory=dict)
+
+    def place(self, prefill: int = 0, segments: Sequence[Segment] = ()) -> None:
+        """Where the next requests go."""
+        self.gateway.placement = Placement(ref(self.prefill_members[prefill]), ref(self.decode_member), tuple(segments))
+
+    def oracle(self, request: Request) -> list[int]:
+        return generate(self.decode_engine, request)
+
+    async def idle(self, seconds: float = 2.0) -> None:
+        """Until nobody holds pages, slots or pins; within ``seconds``."""
+        await idle(self.decode, seconds)
+        async with asyncio.timeout(seconds):
+            while any(self.busy().values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def busy(self) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for i, worker in enumerate(self.prefills):
+            numbers = worker.numbers()
+            out |= {f"prefill-{i} {name}": numbers[name] for name in ("requests_live", "pages_used")}
+        for name, store in self.stores.items():
+            numbers = store.numbers()
+            wanted = ("landings", "tickets", "reservations", "pins", "slots_reserved", "slots_fenced")
+            out |= {f"store-{name} {key}": numbers[key] for key in wanted if key in numbers}
+        return out
+
+    async def clear_device_pages(self) -> None:
+        for worker in (*self.prefills, self.decode):
+            await worker.clear_device_pages()
+
+
+@asynccontextmanager
+async def serving(service: Any) -> AsyncIterator[None]:
+    yield
+
+
+async def _server(stack: AsyncExitStack) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    stack.push_async_callback(server.stop, 0.2)
+    return server, f"127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def split_path(
+    folder: Path,
+    model: Path,
+    *,
+    nodes: tuple[str, str] = ("a", "a"),
+    prefills: int = 1,
+    slots: int = 64,
+    carrier: str = "auto",
+    decode_pages: int | None = None,
+    prefill_pages: int | None = None,
+    prefill_config: dict[str, Any] | None = None,
+    senders: Any = None,
+    **engine: Any,
+) -> AsyncIterator[Split]:
+    """``nodes``: of the prefill workers, of the decode worker; one store node for each node."""
+    base = config_for(model, **engine)
+    async with AsyncExitStack() as stack:
+        probe = load_engine(base, model, threads=1, cache=model)
+        layout = probe.layout
+        probe.close()
+        config = Config.model_validate(
+            base.model_dump()
+            | {
+                "store": {"pool_bytes": slots * layout.slot_bytes, "region_bytes": 1 << 20, "directory": str(folder)},
+                "transfer": {"carrier": carrier},
+                "timing": {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
+                "cluster": base.cluster.model_dump() | {"name": folder.name[:40], "state_dir": str(folder)},
+            }
+        )
+        crowd = Crowd()
+        stores: dict[str, StoreNode] = {}
+        for name in dict.fromkeys(nodes):
+            server, address = await _server(stack)
+            me = member(f"store-{name}", Role.STORE, layout, node=name, address=address)
+            stores[name] = await StoreNode.start(config, me, layout, crowd)
+            stack.push_async_callback(stores[name].close)
+            stores[name].add_to(server)
+            crowd.tell(MemberChange(me, Liveness.LIVE))
+
+        async def worker(
+            kind: Any, name: str, role: Role, node: str, pages: int | None, settings: Config
+        ) -> tuple[Any, Member, Engine]:
+            loaded = load_engine(settings, model, threads=1, pages=pages, cache=model)
+            server, address = await _server(stack)
+            me = member(name, role, layout, node=node, address=address)
+            started = await kind.start(settings, loaded, me, crowd)
+            stack.push_async_callback(started.close)
+            started.add_to(server)
+            crowd.tell(MemberChange(me, Liveness.LIVE))
+            return started, me, loaded
+
+        settings = config.model_copy(update={"engine": config.engine.model_copy(update=prefill_config or {})})
+        made = [
+            await worker(PrefillWorker, f"prefill-{i}", Role.PREFILL, nodes[0], prefill_pages, settings)
+            for i in range(prefills)
+        ]
+        decode, decode_member, decode_engine = await worker(
+            DecodeWorker, "decode-0", Role.DECODE, nodes[1], decode_pages, config
+        )
+        gateway = Gateway(decode, Placement(ref(made[0][1]), ref(decode_member)))
+        stack.push_async_callback(gateway.close)
+        yield Split(
+            config,
+            crowd,
+            stores,
+            [m[0] for m in made],
+            [m[1] for m in made],
+            [m[2] for m in made],
+            decode,
+            decode_member,
+            decode_engine,
+            gateway,
+            Asker(config, layout),
+        )
