@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from moonpool.core.config import Config
@@ -167,22 +168,15 @@ def _elements(file: Path) -> int:
             if not 2 <= size <= min(_MAX_HEADER, os.fstat(f.fileno()).st_size - 8):
                 raise ValueError("its header length is out of range")
             header = json.loads(f.read(size))
-        total = 0
-        for name, entry in header.items():
-            if name != "__metadata__":
-                total += _product(entry["shape"])
-        return total
+            header.pop("__metadata__", None)
+            held = os.fstat(f.fileno()).st_size - 8 - size
+        if max((entry["data_offsets"][1] for entry in header.values()), default=0) != held:
+            raise ValueError(f"it holds {held} bytes of tensors, its header speaks of more or less")
+        return sum(math.prod(entry["shape"]) for entry in header.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(
             f"model.path: {file} is not a readable safetensors file ({e}); fetch it again", param="model.path"
         ) from e
-
-
-def _product(shape: Sequence[int]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelFacts]:
@@ -206,8 +200,9 @@ def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelF
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
         )
-    except (ValueError, RuntimeError, KeyError, ImportError, OSError) as e:
+    except (ValueError, RuntimeError, KeyError, ImportError, OSError, SafetensorError) as e:
         raise refuse(f"{model_dir} does not load as {model_config.model_type!r}: {e}") from e
     _check_weights(report, model_dir)
     model.eval()

@@ -117,6 +117,8 @@ def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
     kinds = getattr(config, "layer_types", None) or [None] * shape.layers
     windows = [call.window for _, call in probe.calls]
     for (layer, call), layer_kind in zip(probe.calls, kinds, strict=True):
+        if not call.causal:
+            raise refuse(f"layer {layer} of {kind!r} is not causal")
         want = (shape.kv_heads, shape.head_dim)
         for tensor in (call.key, call.value):
             if (tensor.shape[0], tensor.shape[2]) != want:
@@ -126,8 +128,6 @@ def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
                 )
         if call.query.shape[0] != shape.heads or call.query.shape[2] != shape.head_dim:
             raise refuse(f"layer {layer} of {kind!r} has queries of shape {tuple(call.query.shape)}")
-        if not call.causal:
-            raise refuse(f"layer {layer} of {kind!r} is not causal")
         if call.extra:
             raise refuse(
                 f"layer {layer} of {kind!r} asks its attention function for {call.extra[0]!r}, which is not implemented"
