@@ -20,7 +20,9 @@ def open_log(state_dir: Path, member: str) -> structlog.typing.FilteringBoundLog
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.processors.dict_tracebacks,
+        structlog.processors.ExceptionRenderer(
+            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        ),  # prompts, keys
     ]
     render = structlog.processors.JSONRenderer(sort_keys=False)
     structlog.configure(

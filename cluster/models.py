@@ -31,11 +31,11 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
 
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     """What every engine that loads ``model_dir`` will have, without loading it."""
-    from moonpool.engine.loading import context_of, read_config
+    from moonpool.engine.loading import read_config
     from moonpool.engine.models import default_cache, model_fingerprint
     from moonpool.engine.support import check_config
 
     found = read_config(model_dir)
-    shape = check_config(found, context_of(config, found))
+    shape = check_config(found)
     fingerprint = model_fingerprint(model_dir, default_cache())
     return KVLayout(fingerprint, shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
