@@ -54,11 +54,31 @@ class Worker:
             self.free_tokens = report.free_pages * block_tokens
 
 
-def seconds_of(fit: Fit, prompt: int, left: int, loaded: int = 0) -> float:
+def seconds_of(fit: Fit, prompt: int, left: int) -> float:
     """Seconds to compute the last ``left`` of ``prompt`` tokens."""
-    a, b, c, d = fit.coefficients
+    a, b, c, _ = fit.coefficients
     cached = max(prompt - left, 0)
-    return a + b * left + c * (prompt * prompt - cached * cached) + d * loaded
+    return a + b * left + c * (prompt * prompt - cached * cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """Rows that may take a request. Workers of role both pair only with themselves."""
+
+    split: Bools  # prefill workers to be paired with a decode worker; none where there is no decode worker
+    decodes: Bools  # their decode workers: beside a live store node, since KV lands there
+    both: Bools
+    prefills: Bools  # split and both
+    pooled: Bools  # the node's store is live and did not fail this request
+    barred: frozenset[NodeId] = frozenset()  # nodes whose store failed this request
+
+    @classmethod
+    def of(cls, split: Bools, decodes: Bools, both: Bools, pooled: Bools, barred: frozenset[NodeId]) -> Usable | None:
+        """None where no pair is left."""
+        if not decodes.any():
+            split = np.zeros_like(split)
+        prefills = split | both
+        return cls(split, decodes, both, prefills, pooled, barred) if prefills.any() else None
 
 
 class Board:
@@ -76,6 +96,8 @@ class Board:
         self.both: Bools = np.array([role is Role.BOTH for role in roles], bool)
         self.pooled: Bools = np.array([w.member.node in stores for w in self.workers], bool)  # its node's store is live
         self.max_prompt: Ints = np.array([w.member.max_prompt or UNLIMITED for w in self.workers], np.int64)
+        self.smallest = int(self.max_prompt.min(initial=UNLIMITED))
+        self.everybody = Usable.of(self.split, self.decode_only & self.pooled, self.both, self.pooled, frozenset())
         self.busy_until: Floats = np.zeros(n)
         self.coming_s: Floats = np.zeros(n)  # prefill seconds booked and not reported yet
         self.load: Ints = np.zeros(n, np.int64)  # attempts reported or booked

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from moonpool.core.ids import MemberId
+from moonpool.core.membership import LiveAttempt
 
 PREFILL_GRACE_S = 1.0  # a job not reported this long after its placement ran between two reports, or never came
 DECODE_GRACE_S = 5.0  # the gateway opens the stream at once; after this it never will
@@ -25,7 +26,7 @@ class End(Enum):
 
 @dataclass(slots=True)
 class Booking:
-    """``prefill_s`` seconds of compute at ``prefill``, then ``prompt_tokens`` of context at ``decode``."""
+    """``prefill_s`` seconds of work at ``prefill``, then ``prompt_tokens`` of context at ``decode``."""
 
     number: int
     request: str
@@ -34,6 +35,7 @@ class Booking:
     decode: MemberId
     prefill_s: float
     prompt_tokens: int
+    cached_tokens: int  # predicted: not to be computed
     placed_at: float
     prefilled_at: float  # predicted
     at_prefill: End = End.COMING
@@ -76,6 +78,13 @@ class Ledger:
                 del mine[request]
                 if not mine:
                     del self._by_worker[worker]
+
+    def left(self, attempt: LiveAttempt, reported: int) -> int:
+        """Prompt tokens still to compute: a job that waits is reported whole, what of it is cached shows when it begins."""
+        booking = self.bookings.get(attempt.request)
+        if booking is None or booking.attempt != attempt.attempt:
+            return reported
+        return min(reported, attempt.prompt_tokens - booking.cached_tokens)
 
     def coming(self, worker: MemberId) -> Coming:
         total = Coming()

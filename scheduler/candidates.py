@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numpy as np
 
 from moonpool.core.errors import Reason
 from moonpool.core.ids import MemberId, NodeId
 from moonpool.core.membership import Member
 from moonpool.core.placement import PlaceRequest, Refusal
-from moonpool.scheduler.board import Board, Bools
+from moonpool.scheduler.board import Board, Bools, Usable
 
 RETRY_S = 1.0  # a restarted worker is back within seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Usable:
-    """Rows of the board. Workers of role both pair only with themselves."""
-
-    split: Bools  # prefill workers to be paired with a decode worker
-    decodes: Bools  # their decode workers
-    both: Bools
-    pooled: Bools  # the node's store is live and did not fail this request
-    barred: frozenset[NodeId]  # nodes whose store failed this request
-
-    @property
-    def prefills(self) -> Bools:
-        return self.split | self.both
-
-
 def usable(board: Board, stores: dict[NodeId, Member], request: PlaceRequest) -> Usable | Refusal:
     """Live, ready, large enough, not excluded. A split needs a live store node beside its decode worker: KV lands there."""
+    if board.everybody is not None and not request.exclude and request.prompt_tokens <= board.smallest:
+        return board.everybody
     allowed = board.max_prompt >= request.prompt_tokens
     pooled, barred = board.pooled, frozenset[NodeId]()
     if request.exclude:
         allowed[[board.row[name] for name in request.exclude if name in board.row]] = False
         barred = frozenset(node for node, store in stores.items() if store.id in request.exclude)
-        pooled = pooled & [worker.member.node not in barred for worker in board.workers] if barred else pooled
-    split = board.split & allowed
-    decodes = board.decode_only & allowed & pooled
-    both = board.both & allowed
-    if not (both.any() or (split.any() and decodes.any())):
-        return _no_path(board, request, split, decodes, pooled)
-    if not decodes.any():
-        split = split & False
-    return Usable(split, decodes, both, pooled, barred)
+        pooled = pooled & np.array([worker.member.node not in barred for worker in board.workers], bool)
+    split, decodes = board.split & allowed, board.decode_only & allowed & pooled
+    found = Usable.of(split, decodes, board.both & allowed, pooled, barred)
+    return found if found is not None else _no_path(board, request, split, decodes, pooled)
 
 
 def _no_path(board: Board, request: PlaceRequest, split: Bools, decodes: Bools, pooled: Bools) -> Refusal:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from moonpool.core.errors import Reason
 from moonpool.core.placement import Refusal
 from moonpool.core.request import Targets
-from moonpool.scheduler.board import Board
-from moonpool.scheduler.candidates import Usable
+from moonpool.scheduler.board import Board, Usable
 from moonpool.scheduler.min_ttft import DecodeScores, PrefillScores, Prompt, least, step_at
 
 TRIES = 8  # pairs looked at for one request; only one that carries targets needs more than the first
@@ -45,7 +44,7 @@ def choose(
     board: Board, targets: Targets, prompt: Prompt, usable: Usable, prefill: PrefillScores, decode: DecodeScores
 ) -> Option:
     """The pair of smallest predicted TTFT that meets the targets; where none is found, the first one looked at."""
-    rows = usable.prefills
+    rows = usable.prefills.copy()
     decoder: int | None = None
     if usable.split.any():
         decoder = least(decode.tbt, usable.decodes & decode.roomy, board)

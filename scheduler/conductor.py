@@ -13,9 +13,9 @@ from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal, Segment
-from moonpool.scheduler.board import Board
+from moonpool.scheduler.board import Board, Usable
 from moonpool.scheduler.bookings import Booking
-from moonpool.scheduler.candidates import Usable, usable
+from moonpool.scheduler.candidates import usable
 from moonpool.scheduler.choice import Option, choose, missed
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead
@@ -100,7 +100,7 @@ class Conductor:
             self._view.counts["refusals_targets_missed"] += 1
             return missed(option, request.targets, board)
         self._placements += 1
-        self._book(request, option, float(prefill.work[option.prefill]), board, now)
+        self._book(request, option, float(prefill.work[option.prefill]), record.cached_tokens, board, now)
         return Placement(
             board.workers[option.prefill].ref,
             board.workers[option.decode].ref,
@@ -130,7 +130,7 @@ class Conductor:
         source = deepest[self._placements % len(deepest)] if deepest else None  # equal holders take turns
         return segments(prompt, own, local if plan else own, far if plan == 2 else 0, board.workers[row].member.node, source)
 
-    def _book(self, request: PlaceRequest, option: Option, work_s: float, board: Board, now: float) -> None:
+    def _book(self, request: PlaceRequest, option: Option, work_s: float, cached_tokens: int, board: Board, now: float) -> None:
         self._view.book(
             Booking(
                 self._placements,
@@ -140,6 +140,7 @@ class Conductor:
                 board.names[option.decode],
                 work_s,
                 request.prompt_tokens,
+                cached_tokens,
                 now,
                 now + option.ttft.likely,
             )

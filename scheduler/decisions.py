@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.board import Board, Bools, Floats
-from moonpool.scheduler.candidates import Usable
+from moonpool.scheduler.board import Board, Bools, Floats, Usable
 from moonpool.scheduler.choice import Option
 from moonpool.scheduler.min_ttft import DecodeScores, PrefillScores
 

@@ -94,8 +94,8 @@ class View:
         fit, step_fit = self._fits(worker)
         if self._board is not None and report.worker in self._board.row:
             self._board.write_fits(worker, fit, step_fit)
-        left = [(a.prompt_tokens, n) for a in report.attempts if (n := worker.prompt_left(a))]
-        worker.busy_until = now + sum(seconds_of(fit, prompt, n) for prompt, n in left)
+        waiting = [(a, n) for a in report.attempts if (n := worker.prompt_left(a))]
+        worker.busy_until = now + sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(a, n)) for a, n in waiting)
         for ended in self._ledger.report(report.worker, {(a.request, a.attempt) for a in report.attempts}, now):
             self.counts["bookings_ended_by_report"] += 1
             self._write(ended.prefill, ended.decode)

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cluster_of_members import Cluster, split
+from support.cluster_of_members import Cluster, keys, prefill_seconds, split
 
+from moonpool.core.events import Tier
 from moonpool.core.ids import Role
 from moonpool.core.membership import LiveAttempt, Liveness
 from moonpool.core.placement import Placement
@@ -54,6 +55,16 @@ def test_work_is_counted_once_when_the_worker_reports_what_was_booked() -> None:
     cluster.finish("probe")
     cluster.report("prefill-0")
     assert cluster.placed("probe", 100).predicted_ttft_ms < 0.2 * wait
+
+
+def test_a_waiting_job_reported_whole_counts_without_what_is_cached() -> None:
+    cluster = split(prefills=1, taught=True)
+    prompt = keys(1, 60)
+    cluster.stored("prefill-0", prompt, tier=Tier.G1)
+    cluster.placed("warm", 1_000, prompt=prompt)
+    cluster.report("prefill-0", [LiveAttempt("warm", 1, 1_000, 1_000)])
+    waiting = cluster.placed("probe", 100).predicted_ttft_ms
+    assert waiting == pytest.approx(1e3 * (prefill_seconds(1_000, 960) + prefill_seconds(100)), rel=0.05)
 
 
 def test_an_attempt_that_the_decode_worker_no_longer_holds_is_released_after_a_grace() -> None:

@@ -122,8 +122,9 @@ def test_a_missing_role_is_named(prefills: int, decodes: int, named: str) -> Non
     )
 
 
-def test_an_empty_cluster_names_both_roles() -> None:
-    refusal = Cluster().place("r")
+@pytest.mark.parametrize("exclude", [(), ("prefill-0", "store-a")])
+def test_an_empty_cluster_names_both_roles(exclude: tuple[str, ...]) -> None:
+    refusal = Cluster().place("r", exclude=exclude)
     assert isinstance(refusal, Refusal)
     assert "no prefill worker" in refusal.message
     assert "no decode worker" in refusal.message
