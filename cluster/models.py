@@ -35,7 +35,6 @@ def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     from moonpool.engine.models import default_cache, model_fingerprint
     from moonpool.engine.support import check_config
 
-    found = read_config(model_dir)
-    shape = check_config(found)
+    shape = check_config(read_config(model_dir))
     fingerprint = model_fingerprint(model_dir, default_cache())
     return KVLayout(fingerprint, shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)

@@ -155,7 +155,8 @@ async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None
     await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
     code = EXIT_STOPPED
     if starting.done() and (error := starting.exception()):
-        code = _report_bad_start(spec, error)
+        print(f"{spec.member}: {bad_start(spec, error)}", file=sys.stderr, flush=True)
+        code = EXIT_BAD_START
         ending.cancel()
     else:
         code = await ending
@@ -171,10 +172,9 @@ def _read_lifeline(lifeline: int, process: Process) -> None:
         process.stop()
 
 
-def _report_bad_start(spec: RoleSpec, error: BaseException) -> int:
+def bad_start(spec: RoleSpec, error: BaseException) -> str:
+    """Why a process cannot start, in one line; what we did not raise on purpose leaves its traceback in the log."""
     known = isinstance(error, MoonpoolError)
-    where = "" if known else f" (traceback in {log_path(spec.state_dir, spec.member)})"
     text = error.message if isinstance(error, MoonpoolError) else f"{type(error).__name__}: {error}"
     open_log(spec.state_dir, spec.member).error("start failed", exc_info=None if known else error, message=text)
-    print(f"{spec.member}: {text}{where}", file=sys.stderr, flush=True)
-    return EXIT_BAD_START
+    return text if known else f"{text} (traceback in {log_path(spec.state_dir, spec.member)})"

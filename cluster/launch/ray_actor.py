@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from moonpool.cluster.process import EXIT_BAD_START, Make, Process
+from moonpool.cluster.process import EXIT_BAD_START, Make, Process, bad_start
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.errors import MoonpoolError
 
 KEPT_LINES = 256
 
@@ -29,9 +28,9 @@ class RoleActor:
         process = self._process = Process(self._spec, self._make, self._say)
         try:
             await process.start()
-        except MoonpoolError as e:
+        except Exception as e:  # noqa: BLE001  whatever it is, it ends here as one line
             await process.close()
-            return EXIT_BAD_START, e.message
+            return EXIT_BAD_START, bad_start(self._spec, e)
         code = await process.ended()
         await process.close()
         return code, ""
