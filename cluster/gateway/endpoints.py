@@ -89,7 +89,7 @@ class Endpoints:
         body = parse(raw)
         self._intake.check_model(body.model)
         self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1)
-        making = self._intake.generation(visit.id, body, request.headers, visit.lifetime)
+        making = self._intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime)
         visit.generation = await unless_left(request, making)
         shape = self._shape(visit, visit.generation, body)
         if body.stream:

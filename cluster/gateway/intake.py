@@ -45,11 +45,16 @@ class Intake:
         if model != served:
             raise UnknownModel(f"model: {model[:100]!r} is not served here; use {served!r}", param="model")
 
-    async def generation(self, id: str, body: SamplingBody, headers: Mapping[str, str], lifetime: Lifetime) -> Generation:
-        """The runs of one HTTP request, not yet started. ``id`` names it; several choices get numbered names."""
+    async def generation(
+        self, id: str, body: SamplingBody, size: int, headers: Mapping[str, str], lifetime: Lifetime
+    ) -> Generation:
+        """The runs of one HTTP request, not yet started.
+
+        ``id`` names it, several choices get numbered names; ``size`` is its body's, in bytes.
+        """
         targets = self._targets(headers)
         named = self._roster.hasher()
-        prompts = await self._prompts.of(body, named[0] if named else None)
+        prompts = await self._prompts.of(body, size, named[0] if named else None)
         lifetime.stamp(Instant.TOKENISED, self._now())
         params = [self._sampling(body, self._output_tokens(body, prompt)) for prompt in prompts]
         if named is None:

@@ -12,7 +12,7 @@ from moonpool.cluster.gateway.tokenizer import Tokenizer
 from moonpool.core.blocks import BlockHasher
 from moonpool.core.errors import InvalidRequest
 
-INLINE_CHARS = 4_096  # about a millisecond of tokenising: less than the hand-over to a thread can cost under load
+INLINE_BYTES = 4_096  # of a body: about a millisecond of tokenising, no more than a hand-over to a thread costs under load
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +42,31 @@ class Prompts:
             raise
         return cls(tokenizers[0], tokenizers[1], thread, vocab_size=vocab_size)
 
-    async def of(self, body: SamplingBody, hasher: BlockHasher | None) -> list[Prompt]:
-        """One entry per choice; without ``hasher`` there are no keys."""
-        if _characters(body) <= INLINE_CHARS:
+    async def of(self, body: SamplingBody, size: int, hasher: BlockHasher | None) -> list[Prompt]:
+        """One entry per choice of a body of ``size`` bytes; without ``hasher`` there are no keys."""
+        if size <= INLINE_BYTES:
             return self._encode(self.tokenizer, body, hasher)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._encode, self._aside, body, hasher)
 
     def _encode(self, tokenizer: Tokenizer, body: SamplingBody, hasher: BlockHasher | None) -> list[Prompt]:
-        return [Prompt(tuple(ids), tuple(hasher.keys(ids)) if hasher else ()) for ids in self._ids(tokenizer, body)]
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
+        return [self._prompt(ids, field, hasher) for ids in _ids(tokenizer, body)]
 
-    def _ids(self, tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
-        if isinstance(body, ChatBody):
-            return [tokenizer.encode_chat([m.for_template() for m in body.messages])]
-        if not isinstance(body, CompletionBody):
-            raise TypeError(f"no prompt in {type(body).__name__}")
-        return [tokenizer.encode(one) if isinstance(one, str) else self._checked(one) for one in body.prompts]
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        if max(ids) >= self.vocab_size:
+    def _prompt(self, ids: list[int], field: str, hasher: BlockHasher | None) -> Prompt:
+        if ids and max(ids) >= self.vocab_size:
             raise InvalidRequest(
-                f"prompt: token id {max(ids)} is out of range; this model's ids are 0 to {self.vocab_size - 1}", param="prompt"
+                f"{field}: token id {max(ids)} is out of range; this model's ids are 0 to {self.vocab_size - 1}", param=field
             )
-        return ids
+        return Prompt(tuple(ids), tuple(hasher.keys(ids)) if hasher else ())
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
 
-def _characters(body: SamplingBody) -> int:
-    """Size of the work: characters of text, ids where the prompt is ids already."""
+def _ids(tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
     if isinstance(body, ChatBody):
-        return sum(len(m.text) for m in body.messages)
-    return sum(len(one) for one in body.prompts) if isinstance(body, CompletionBody) else 0
+        return [tokenizer.encode_chat([m.for_template() for m in body.messages])]
+    if isinstance(body, CompletionBody):
+        return [tokenizer.encode(one) if isinstance(one, str) else one for one in body.prompts]
+    raise TypeError(f"no prompt in {type(body).__name__}")

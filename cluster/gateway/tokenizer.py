@@ -3,6 +3,8 @@
 Completion prompts are raw: special-token text in them is parsed, and what the tokenizer's post-processor adds is added,
 except that a begin-of-sequence id already written by the client is not doubled. In a chat only the template may write
 control tokens: their text in a client's message is encoded as ordinary text, so a message cannot end its own turn.
+The library marks such text with U+F0000 and U+F0001 while it renders; these two private-use characters are dropped
+from messages.
 """
 
 from __future__ import annotations
