@@ -18,7 +18,9 @@ from moonpool.core.placement import Placement, Segment
 from moonpool.core.request import Request
 from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine, load_engine
+from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.pusher import Pusher
 from moonpool.prefill_worker.worker import PrefillWorker
 from support.workers import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
 
@@ -61,18 +63,13 @@ class Split:
             out |= {f"prefill-{i} {name}": numbers[name] for name in ("requests_live", "pages_used")}
         for name, store in self.stores.items():
             numbers = store.numbers()
-            wanted = ("landings", "tickets", "reservations", "pins", "slots_reserved", "slots_fenced")
-            out |= {f"store-{name} {key}": numbers[key] for key in wanted if key in numbers}
+            wanted = ("landings_open", "tickets", "reservations", "pins", "slots_reserved", "slots_fenced")
+            out |= {f"store-{name} {key}": numbers[key] for key in wanted}
         return out
 
     async def clear_device_pages(self) -> None:
         for worker in (*self.prefills, self.decode):
             await worker.clear_device_pages()
-
-
-@asynccontextmanager
-async def serving(service: Any) -> AsyncIterator[None]:
-    yield
 
 
 async def _server(stack: AsyncExitStack) -> tuple[grpc.aio.Server, str]:
@@ -81,6 +78,18 @@ async def _server(stack: AsyncExitStack) -> tuple[grpc.aio.Server, str]:
     await server.start()
     stack.push_async_callback(server.stop, 0.2)
     return server, f"127.0.0.1:{port}"
+
+
+async def _push_from(stack: AsyncExitStack, store: StoreNode, config: Config) -> None:
+    """Lets ``store`` push blocks to other nodes."""
+    pusher = Pusher(store.member, store.layout, store.regions.views, config.transfer)
+    stack.push_async_callback(pusher.close)
+
+    async def push(order: PushOrder) -> Moved:
+        drained = await pusher.push_blocks(order.landing, order.target, order.target_address, order.blocks)
+        return Moved(drained.bytes_sent, drained.carrier)
+
+    store.fetcher._push = push
 
 
 @asynccontextmanager
@@ -120,6 +129,8 @@ async def split_path(
             me = member(f"store-{name}", Role.STORE, layout, node=name, address=address)
             stores[name] = await StoreNode.start(config, me, layout, crowd)
             stack.push_async_callback(stores[name].close)
+            if stores[name].fetcher._push is None:
+                await _push_from(stack, stores[name], config)
             stores[name].add_to(server)
             crowd.tell(MemberChange(me, Liveness.LIVE))
 

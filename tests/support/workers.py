@@ -169,6 +169,16 @@ class Gateway:
         await answer.over.wait()
         return answer
 
+    async def ask_until_answered(self, request: Request, attempts: int = 3) -> Answer:
+        """Starts the next attempt when one fails, as a gateway does. No ids must have been streamed by a failed one."""
+        for number in range(1, attempts + 1):
+            answer = self.begin(request, number)
+            await answer.over.wait()
+            if answer.error is None:
+                break
+            assert not answer.ids
+        return answer
+
     async def close(self) -> None:
         self.worker.close_stream(self.stream)
         await self._task
