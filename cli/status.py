@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,8 +15,6 @@ from moonpool.cli.running import find
 
 if TYPE_CHECKING:
     from moonpool.cluster.survey import Answer
-
-SHOWN_NUMBERS = 6
 
 
 def status(
@@ -33,27 +33,19 @@ def status(
 
 
 def _print(answers: list[Answer]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("member", "node", "state", "ready", "pid", "incarnation", "address", "gauges"):
-        table.add_column(column, no_wrap=column != "gauges")
+    """One line a member, then its gauges that are not zero, wrapped to the terminal."""
     for answer in answers:
-        change = answer.change
-        own = {k: v for k, v in answer.numbers.items() if v and not k.startswith("process_")}
-        gauges = " ".join(f"{k}={v:g}" for k, v in list(own.items())[:SHOWN_NUMBERS])
-        table.add_row(
-            change.member.id,
-            change.member.node,
-            change.liveness.value,
-            "yes" if change.member.ready else "no",
-            str(change.member.pid),
-            str(change.member.incarnation),
-            change.member.address,
-            gauges or answer.trouble or change.proof,
+        member = answer.change.member
+        ready = "ready" if member.ready else "not ready"
+        print(
+            f"{member.id:<14} node {member.node:<6} {answer.change.liveness.value:<7} {ready:<10} pid {member.pid:<8}"
+            f" {member.address:<22} life {member.incarnation}"
         )
-    Console().print(table)
+        own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
+        words = [f"{k}={v}" for k, v in sorted(answer.words.items())]
+        notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
+        if notes:
+            print(fill(notes, width=get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "))
 
 
 def explain(

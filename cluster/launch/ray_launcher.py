@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -78,6 +79,8 @@ class RayLauncher:
         self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
         self._state.keep_scratch(self._scratch)
         await asyncio.to_thread(self._init)
+        # Ray has put a handler that dumps and aborts below Python's: what was set in Python counts again.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         for child in psutil.Process().children(recursive=True):
             self._state.record(f"ray-{child.pid}", child.pid)
         await self._place()

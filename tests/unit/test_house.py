@@ -1,0 +1,82 @@
+"""The house itself: links, light imports, pinned dependencies, nothing of one machine in tracked files."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "grpc", "ray", "nixl_cu12", "transformers")
+
+
+def tracked() -> list[Path]:
+    try:
+        listed = subprocess.run(("git", "ls-files", "-z"), cwd=ROOT, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and not (ROOT / name).is_symlink()]
+
+
+def test_every_entry_of_the_import_package_is_a_link_to_a_folder_of_the_root() -> None:
+    entries = [e for e in (ROOT / "moonpool").iterdir() if e.name not in ("__init__.py", "py.typed", "__pycache__")]
+    assert entries
+    for entry in entries:
+        assert entry.is_symlink(), f"{entry.name} is a copy, not a link"
+        assert entry.is_dir(), f"{entry.name} points nowhere"
+        assert entry.readlink() == Path("..") / entry.name
+        assert (entry / "__init__.py").is_file()
+
+
+def test_every_folder_with_code_has_its_link() -> None:
+    linked = {e.name for e in (ROOT / "moonpool").iterdir() if e.is_symlink()}
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py") if path.parent.name not in ("moonpool", "tests")}
+    assert folders == linked
+
+
+@pytest.mark.parametrize("module", ["moonpool.loadgen", "moonpool.loadgen.commands", "moonpool.cli.main", "moonpool.core"])
+def test_importing_leaves_the_heavy_libraries_out(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_of_the_command_comes_without_the_heavy_libraries() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['moonpool', '--help']\n"
+        "try: runpy.run_module('moonpool.cli.main', run_name='__main__')\n"
+        f"finally: print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_dependencies_are_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    loose = [d for d in wanted if not re.fullmatch(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?==[0-9][0-9A-Za-z.]*", d)]
+    assert loose == []
+
+
+def test_scripts_are_executable_and_stop_at_the_first_error() -> None:
+    for script in [*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"]:
+        assert script.stat().st_mode & 0o111, f"{script.name} is not executable"
+        assert "set -euo pipefail" in script.read_text(), f"{script.name} goes on after an error"
+
+
+def test_no_path_or_registry_of_one_machine_is_tracked() -> None:
+    homes = "|".join(("root", "home", "Users", "work"))
+    pattern = re.compile(rf"(?<![\w.~$}})-])/(?:{homes})/|index-url|simple/?['\"]")
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+        if path != Path(__file__).resolve():
+            found += [f"{path.relative_to(ROOT)}: {line.strip()[:100]}" for line in text.splitlines() if pattern.search(line)]
+    assert found == []
