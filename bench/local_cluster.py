@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from moonpool.core.errors import ConfigError
@@ -33,12 +37,31 @@ def local_cluster(
     values = {"cluster.nodes": nodes, **settings}
     options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     up = ["up", "--detach", "--launcher", launcher, "--name", name, "--port", str(port), "--model", str(model_dir)]
+    with _termination_raises(), tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
+        place = ["--set", f"cluster.state_dir={folder}"]
+        try:
+            if _moonpool([*up, *options, *place], _START_S) != 0:
+                raise ConfigError("bench: the cluster did not start; its reason is above", param="bench")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _moonpool(["down", "--name", name, *place], _STOP_S)
+
+
+@contextmanager
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM ends the block as an exit would, so that a terminated measurement takes its cluster with it. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
     try:
-        if _moonpool([*up, *options], _START_S) != 0:
-            raise ConfigError("bench: the cluster did not start; its reason is above", param="bench")
-        yield f"http://127.0.0.1:{port}"
+        yield
     finally:
-        _moonpool(["down", "--name", name], _STOP_S)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _moonpool(words: list[str], timeout_s: float) -> int:

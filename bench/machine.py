@@ -11,14 +11,15 @@ from pathlib import Path
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
 
 
-def machine_facts() -> dict[str, str | int | list[str]]:
-    """Cores this process may use, CPU model and flags, memory in bytes, versions of what computes."""
+def machine_facts() -> dict[str, str | int | float | list[str]]:
+    """Cores this process may use, CPU model and flags, memory in bytes, load over the last minute, versions of what computes."""
     model, flags = _cpu(Path("/proc/cpuinfo"))
     return {
         "cores": len(os.sched_getaffinity(0)),
         "cpu": model,
         "cpu_flags": [f for f in _FLAGS if f in flags],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_1_min": os.getloadavg()[0],  # above about 0.2 before a measurement, something else was running
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
