@@ -1,0 +1,60 @@
+"""Which carrier goes where, and what is refused by name."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from support.ucx_peer import who
+
+from moonpool.core.config import TransferConfig
+from moonpool.core.errors import ConfigError
+from moonpool.core.ids import NodeId
+from moonpool.kvstore.transfer.choose import carrier_for, is_this_machine, make_sender, require_transport
+from moonpool.kvstore.transfer.ucx import agent_name, ucx_environment
+
+A, B = NodeId("a"), NodeId("b")
+
+
+def test_the_carrier_follows_the_node_ids_unless_it_is_named() -> None:
+    assert carrier_for(TransferConfig(), A, A) == "segment"
+    assert carrier_for(TransferConfig(), A, B) == "ucx"
+    assert carrier_for(TransferConfig(carrier="ucx"), A, A) == "ucx"
+    assert carrier_for(TransferConfig(carrier="segment"), A, A) == "segment"
+    with pytest.raises(ConfigError, match="'segment' does not reach from node a to node b"):
+        carrier_for(TransferConfig(carrier="segment"), A, B)
+
+
+def test_a_carrier_that_stays_inside_one_process_is_no_sending_end() -> None:
+    with pytest.raises(ConfigError, match="inside one process"):
+        make_sender("memory", who("prefill-0", "a"), TransferConfig(), lambda endpoint, frames: None)  # type: ignore[arg-type,return-value]
+
+
+def test_more_than_tcp_between_node_ids_of_one_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_transport("127.0.0.1:7000")
+    monkeypatch.setenv("UCX_TLS", "tcp,cma")
+    for here in ("127.0.0.1:7000", "localhost:7000", f"{socket.gethostname()}:7000", "[::1]:7000"):
+        with pytest.raises(ConfigError, match="'tcp,cma'"):
+            require_transport(here)
+    require_transport("192.0.2.7:7000")  # another machine
+    monkeypatch.delenv("UCX_TLS")
+    with pytest.raises(ConfigError, match="'all'"):
+        require_transport("127.0.0.1:7000")
+
+
+def test_an_unknown_name_is_not_this_machine() -> None:
+    assert not is_this_machine("no-such-host.invalid")
+
+
+def test_the_environment_that_was_given_stays() -> None:
+    config = TransferConfig(ucx_net_devices="eth0")
+    assert ucx_environment(config, {})["UCX_TLS"] == "tcp"
+    assert ucx_environment(config, {})["UCX_NET_DEVICES"] == "eth0"
+    assert "UCX_TLS" not in ucx_environment(config, {"UCX_TLS": "rc"})
+    assert "UCX_NET_DEVICES" not in ucx_environment(TransferConfig(), {})
+
+
+def test_lives_differ_in_what_ucx_keeps_of_a_name() -> None:
+    life = 1_764_424_106_000_000_000
+    names = {agent_name("a" * 63, life + i, end, generation)[:31] for i in (0, 1) for end in "rs" for generation in (1, 12)}
+    assert len(names) == 8
