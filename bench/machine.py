@@ -12,7 +12,7 @@ _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_b
 
 
 def machine_facts() -> dict[str, str | int | float | list[str]]:
-    """Cores this process may use, CPU model and flags, memory in bytes, load over the last minute, versions of what computes."""
+    """Cores this process may use, CPU model and flags, bytes of memory, load of the last minute, versions of what computes."""
     model, flags = _cpu(Path("/proc/cpuinfo"))
     return {
         "cores": len(os.sched_getaffinity(0)),
