@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -190,6 +191,7 @@ def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelF
         raise ConfigError(
             f"model.path: {model_dir} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); add it", param="model.path"
         )
+    transformers.logging.disable_progress_bar()  # the library's, of this process; a worker's log is no terminal
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_dir,

@@ -36,7 +36,7 @@ def resolve_model(path: str, cache: Path, progress: Progress) -> Path:
     if path in BUNDLED:
         return _bundled(path, cache, progress)
     local = Path(path).expanduser()
-    if local.is_dir():
+    if path and local.is_dir():
         return local.resolve()
     if not _HUB_ID.match(path):
         raise ConfigError(
@@ -56,6 +56,8 @@ def _bundled(name: str, cache: Path, progress: Progress) -> Path:
         with _locked(cache / f".{name}.lock"):
             if (target / "config.json").is_file():  # another process was faster
                 return target
+            for left in cache.glob(f".{name}-*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
             try:
                 fetch_bundled(name, fresh, progress)
