@@ -22,9 +22,10 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers, WorkerReport
 from moonpool.kvstore.agent import Agent, socket_path
 from moonpool.kvstore.claims import LandingAsk, Life
-from moonpool.kvstore.fetching import Fetcher, Push
+from moonpool.kvstore.fetching import Fetcher, Moved, Push, PushOrder
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.regions import OwnRegions, Progress
 from moonpool.kvstore.slots import SlotMap
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver
@@ -75,7 +76,8 @@ class StoreNode:
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.sessions = Sessions(config.timing.silent_after_ms / 1e3, self.clock, self._session_ended)
         self.agent = Agent(socket_path(config.state_dir(Path.home()), member.node), self.sessions.life, self._proved_dead)
-        self.fetcher = Fetcher(self, push)
+        self.pusher = Pusher(member, layout, regions.views, config.transfer)
+        self.fetcher = Fetcher(self, push or self._push)
         self.receiver: Receiver | None = None
         self.remakes = 0
         self._opened = 0  # how often the receiver was opened and not idled
@@ -104,7 +106,8 @@ class StoreNode:
         """Allocates and touches the pool (in a thread, with ``progress``), then listens for its host's workers.
 
         ``on_gone(member, incarnation, proof)`` hears of proved deaths of local workers. ``push`` moves blocks to another
-        node. ConfigError: too little memory, an unusable folder, a carrier that cannot start.
+        node (by default over the carrier that reaches it). ConfigError: too little memory, an unusable folder, a carrier
+        that cannot start.
         """
         regions = await asyncio.to_thread(OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress)
         node = cls(config, member, layout, peers, regions, on_gone, push)
@@ -244,6 +247,10 @@ class StoreNode:
 
     def _tell_landed(self, reader: int | None, landed: Landed) -> None:
         self.sessions.tell(reader, pb.store.StoreMessage(landed=to_wire(landed, pb.types.Landed())))
+
+    async def _push(self, order: PushOrder) -> Moved:
+        drained = await self.pusher.push_blocks(order.landing, order.target, order.target_address, order.blocks)
+        return Moved(drained.bytes_sent, drained.carrier)
 
     # The carrier's endpoint.
 
@@ -402,6 +409,8 @@ class StoreNode:
             out |= {"carrier": self.receiver.carrier, "ucx_transport": self.receiver.transport_used()}
         else:
             out["carrier"] = "segment"
+        if sent := self.pusher.carriers():
+            out["carriers_sent"] = sent
         return out
 
     def report(self) -> WorkerReport | None:
@@ -425,6 +434,7 @@ class StoreNode:
             self._flush.cancel()
         self.agent.close()
         await self.fetcher.close()
+        await self.pusher.close()
         if self.receiver is not None:
             await asyncio.to_thread(self.receiver.close)
         await self.verifier.close()
