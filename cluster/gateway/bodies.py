@@ -1,74 +1,22 @@
-"""Request bodies of the OpenAI-compatible endpoints: what is accepted, and an error that names field, value and fix.
-
-Three kinds of field beside those declared below:
-
-* harmless ones of OpenAI's API are accepted and ignored (``IGNORED``);
-* ones that would change the answer are accepted at the value that changes nothing (``NEUTRAL``) and refused otherwise;
-* anything else is an error that offers the nearest known name. ``null`` means absent everywhere.
-"""
+"""Request bodies of the OpenAI-compatible endpoints: the fields that mean something here, and their ranges."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
-from moonpool.core.errors import InvalidRequest
+from moonpool.cluster.gateway.fields import checked, refusal
 
-IGNORED = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",  # of the client's own books; ours is in the response header
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "detokenize": (True,),
-    "early_stopping": (False,),
-    "frequency_penalty_decay": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+MAX_PROMPTS = 4_096  # of one request; timing.queue_limit may allow less
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1_000
 MAX_LOGPROBS = 20
 _UINT32 = (1 << 32) - 1
 
-B = TypeVar("B", bound="SamplingBody")
-
+T = TypeVar("T")
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough: a body may hold millions of wrong items
 TokenId = Annotated[StrictInt, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
@@ -92,8 +40,8 @@ class SamplingBody(_Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=_UINT32, description="0 and -1 keep all")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: StopString | list[StopString] | None = Field(None, description=f"at most {MAX_STOPS} strings")
-    stop_token_ids: list[TokenId] = Field([], max_length=64)
+    stop: StopString | Many[StopString] | None = Field(None, description=f"at most {MAX_STOPS} strings")
+    stop_token_ids: Many[TokenId] = Field([], max_length=64)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
@@ -131,13 +79,13 @@ class SamplingBody(_Body):
     def _agree(self) -> Self:
         for name in ("n", "best_of"):
             if getattr(self, name) > 1:
-                raise _refusal(name, f"{getattr(self, name)} choices per request are not offered yet; use 1")
+                raise refusal(name, f"{getattr(self, name)} choices per request are not offered yet; use 1")
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "given without stream; set stream to true or leave stream_options out")
+            raise refusal("stream_options", "given without stream; set stream to true or leave stream_options out")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
-            raise _refusal("stop", f"{len(self.stop)} strings; give at most {MAX_STOPS}")
+            raise refusal("stop", f"{len(self.stop)} strings; give at most {MAX_STOPS}")
         if self.wanted_tokens is not None and self.min_tokens > self.wanted_tokens:
-            raise _refusal(
+            raise refusal(
                 "min_tokens", f"{self.min_tokens} is above {self.tokens_field} {self.wanted_tokens}; make it no larger"
             )
         return self
@@ -146,7 +94,7 @@ class SamplingBody(_Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
@@ -167,13 +115,13 @@ class CompletionBody(SamplingBody):
     @model_validator(mode="after")
     def _echo(self) -> Self:
         if self.echo and self.logprobs is not None:
-            raise _refusal("echo", "log-probabilities of the prompt are not offered; leave out logprobs or set echo to false")
+            raise refusal("echo", "log-probabilities of the prompt are not offered; leave out logprobs or set echo to false")
         return self
 
     @model_validator(mode="after")
     def _some_prompt(self) -> Self:
         if not self.prompts or not all(self.prompts):
-            raise _refusal("prompt", "empty; give at least one token")
+            raise refusal("prompt", "empty; give at least one token")
         return self
 
 
@@ -186,7 +134,7 @@ class Message(_Body):
     """One message of a conversation. Its text cannot end its turn: see ``moonpool.cluster.gateway.tokenizer``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -214,7 +162,7 @@ class Message(_Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=_UINT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -234,112 +182,26 @@ class ChatBody(SamplingBody):
     @model_validator(mode="after")
     def _logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _refusal("top_logprobs", "given without logprobs; set logprobs to true")
+            raise refusal("top_logprobs", "given without logprobs; set logprobs to true")
         return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         both = self.max_tokens, self.max_completion_tokens
         if None not in both and both[0] != both[1]:
-            raise _refusal("max_tokens", f"{both[0]} differs from max_completion_tokens {both[1]}; give one of them")
+            raise refusal("max_tokens", f"{both[0]} differs from max_completion_tokens {both[1]}; give one of them")
         return self
 
 
-class _Refusal(ValueError):
-    """Carries our own exception through pydantic."""
-
-    def __init__(self, error: InvalidRequest) -> None:
-        super().__init__(error.message)
-        self.error = error
-
-
-def _refusal(field: str, text: str) -> _Refusal:
-    return _Refusal(InvalidRequest(f"{field}: {text}", param=field))
-
-
-def parse_completion(raw: bytes) -> CompletionBody:
-    return _checked(CompletionBody, raw)
-
-
-def parse_chat(raw: bytes) -> ChatBody:
-    return _checked(ChatBody, raw)
-
-
-def _checked(kind: type[B], raw: bytes) -> B:
-    fields = _known(kind, _load(raw))
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as e:
-        raise _explain(e.errors(include_url=False)) from None
-
-
-def _load(raw: bytes) -> dict[str, Any]:
-    try:
-        value = pydantic_core.from_json(raw, allow_inf_nan=False)
-    except ValueError as e:
-        raise InvalidRequest(f"body: not valid JSON: {e}; send one JSON object in UTF-8") from e
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"body: {_shown(value)} is not an object; send one JSON object")
-    return value
-
-
-def _known(kind: type[BaseModel], body: Mapping[str, Any]) -> dict[str, Any]:
-    """The declared fields of ``body`` that are not null."""
-    kept = {}
-    for name, value in body.items():
-        if value is None or name in IGNORED:
-            continue
-        if name in kind.model_fields:
-            kept[name] = value
-        elif name in NEUTRAL:
-            if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in NEUTRAL[name]):
-                allowed = " or ".join(_shown(good) for good in NEUTRAL[name])
-                fix = f"leave it out or use {allowed}" if allowed else "leave it out"
-                raise InvalidRequest(f"{name}: {_shown(value)} is not offered; {fix}", param=name)
-        else:
-            raise InvalidRequest(f"{_shown(name)}: unknown field; {_nearest(name, kind.model_fields)}", param=name[:100])
-    return kept
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {found[0]!r}?" if found else "leave it out"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-_UNIONS = {
-    "prompt": "give a string, a list of strings, a list of token ids, or a list of such lists",
+_HINTS = {
+    "prompt": f"give a string, a list of token ids, or a list of up to {MAX_PROMPTS} strings or of such lists",
     "stop": f"give a non-empty string or a list of up to {MAX_STOPS} of them, each of at most {MAX_STOP_CHARS} characters",
 }
 
 
-def _explain(errors: list[Any]) -> InvalidRequest:
-    """The first of pydantic's errors in our words."""
-    first = errors[0]
-    if first["type"] == "value_error" and isinstance(first["ctx"]["error"], _Refusal):
-        error: InvalidRequest = first["ctx"]["error"].error
-        return error
-    path = first["loc"]
-    field, where = str(path[0]), _dotted(path)
-    if first["type"] == "missing":
-        return InvalidRequest(f"{where}: missing; it is required", param=where)
-    if field in _UNIONS:
-        return InvalidRequest(f"{field}: not valid; {_UNIONS[field]}", param=field)
-    if "content" in path:
-        where = _dotted(path[: path.index("content") + 1])
-        return InvalidRequest(f"{where}: not valid; give a string or a list of text parts", param=where)
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"{where}: unknown field; leave it out", param=where)
-    advice = first["msg"].replace("Input should be", "it should be")
-    return InvalidRequest(f"{where}: {_shown(first['input'])} is not valid; {advice}", param=where)
+def parse_completion(raw: bytes) -> CompletionBody:
+    return checked(CompletionBody, raw, _HINTS)
 
 
-def _dotted(path: Iterable[str | int]) -> str:
-    out = ""
-    for part in path:
-        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
-    return out
+def parse_chat(raw: bytes) -> ChatBody:
+    return checked(ChatBody, raw, _HINTS)

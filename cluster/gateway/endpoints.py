@@ -127,6 +127,8 @@ class Endpoints:
 
     def _failed(self, visit: Visit, error: MoonpoolError) -> Response:
         visit.outcome = error.reason.value
+        if error.http_status >= 500:
+            _log.warning("request failed", request=visit.id, reason=visit.outcome, message=error.message)
         visit.lifetime.stamp(Instant.REFUSED, self._now())
         self._leave(visit)
         response = error_response(error)
