@@ -261,11 +261,14 @@ class Landings:
 
     def _forget(self, target: Target) -> None:
         """Nobody need wait for this target any more, nor it for its parent."""
-        if target.coming and not target.left and target.parent is not None:
-            rest = [item for item in self._orphans.pop(target.parent, []) if item is not target]
-            if rest:
-                self._orphans[target.parent] = rest
         self._stop_coming(target)
+        if target.parent is None:
+            return
+        waiting = self._orphans.get(target.parent, [])
+        if target in waiting:
+            waiting.remove(target)
+            if not waiting:
+                del self._orphans[target.parent]
 
     def _settle(self, claim: LandingClaim, now: float) -> None:
         """When writer and reader are both through, everything the landing held comes free."""
