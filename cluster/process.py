@@ -21,7 +21,7 @@ from moonpool.cluster.membership import Membership
 from moonpool.cluster.reporter import Reporter
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import ConfigError, MoonpoolError
-from moonpool.core.ids import Incarnation
+from moonpool.core.ids import Incarnation, Role
 from moonpool.core.membership import Member, Service
 from moonpool.wire import pb
 
@@ -30,6 +30,7 @@ EXIT_BAD_START = 2  # the configuration cannot work: starting again will not hel
 EXIT_FENCED = 75
 CLOSE_S = 10.0  # an orderly end takes no longer than this
 MAX_MESSAGE_BYTES = 64 << 20
+HOLDS_NO_KV = frozenset({Role.CONDUCTOR, Role.GATEWAY})  # nothing of theirs to fence: they come back as a newer life
 
 Say = Callable[[str], None]
 
@@ -63,6 +64,7 @@ class Process:
         self._made: Made | None = None
         self._peers: Membership | None = None
         self._reporter: Reporter | None = None
+        self._rejoin: asyncio.Task[None] | None = None
         self._health = HealthServicer()
         self._server = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
@@ -79,11 +81,11 @@ class Process:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self._set_serving(False)
         self._member = replace(self._member, address=f"{spec.config.cluster.host}:{self._listen()}")
-        await self._server.start()
         self._peers = Membership(spec.registry, spec.config.timing, self._fenced)
         self._made = await self._make(spec, self._member, self._peers, self._say)
         if isinstance(self._made.service, GrpcFace):
             self._made.service.add_to(self._server)
+        await self._server.start()
         self._member = replace(self._made.member, ready=True)
         await self._peers.join(self._member)
         await self._set_serving(True)
@@ -107,6 +109,8 @@ class Process:
                 await self._set_serving(False)
                 if self._peers:
                     self._peers.update(replace(self._member, ready=False))
+                if self._rejoin:
+                    await self._rejoin
                 if self._reporter:
                     await self._reporter.close()
                 if self._made:
@@ -132,10 +136,21 @@ class Process:
         await self._health.set("", status)
 
     def _fenced(self, why: str) -> None:
-        """Nothing of this life may have an effect any more, also what is still in its sockets: no orderly close."""
+        """This life is over. Who holds slots or pins ends at once, with what is still in its sockets: no orderly close."""
         self._log.error("fenced", why=why)
         self._say(f"fenced: {why}")
-        self._die(EXIT_FENCED)
+        if self.spec.role not in HOLDS_NO_KV:
+            self._die(EXIT_FENCED)
+        self._rejoin = asyncio.create_task(self._come_back(), name="process-rejoin")
+
+    async def _come_back(self) -> None:
+        self._member = replace(self._member, incarnation=Incarnation(time.time_ns()))
+        try:
+            if self._peers:
+                await self._peers.join(self._member)
+        except MoonpoolError as e:
+            self._log.error("cannot rejoin", why=e.message)
+            self._die(EXIT_FENCED)
 
 
 async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:

@@ -69,14 +69,15 @@ class Roster:
         return self._turn(member, incarnation, Liveness.GONE, proof)
 
     def sweep(self, now: float) -> list[MemberChange]:
-        """Declares silent whoever missed its beats. To be called every fraction of ``silent_after_s``.
+        """Declares silent whoever missed its beats. To be called several times per ``silent_after_s``.
 
-        Time in which nobody swept (the registry itself was frozen or starved) counts against nobody.
+        A late sweep means that the registry itself was frozen or starved, and beats may be waiting unread: beyond a
+        quarter of ``silent_after_s``, time since the last sweep counts against nobody.
         """
-        slept = now - self._swept - self._silent_after_s if self._swept is not None else 0.0
+        lost = now - self._swept - self._silent_after_s / 4 if self._swept is not None else 0.0
         self._swept = now
-        if slept > 0:
-            self._beats = dict.fromkeys(self._beats, now)
+        if lost > 0:
+            self._beats = {member: last + lost for member, last in self._beats.items()}
         changes = []
         for member, last in list(self._beats.items()):
             if now - last > self._silent_after_s:
