@@ -39,7 +39,6 @@ IDLE_AT_ZERO = (
     "tickets",
     "pins",
     "bookings",
-    "streams",
 )
 
 
