@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from moonpool.core.config import TimingConfig
-from moonpool.core.errors import Bug, Failure, NoPath
+from moonpool.core.errors import Bug, Failure, NoPath, Reason
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, MemberChange, Peers
 from moonpool.core.placement import Finished, Placement, PlaceRequest
@@ -51,11 +51,13 @@ class Conductors:
         loop = asyncio.get_running_loop()
         give_up = min(deadline, loop.time() + self._timing.conductor_wait_ms / 1000)
         message = to_wire(request, pb.conductor.PlaceRequest())
+        asked: set[str] = set()
         self.waiting += 1
         try:
             while True:
                 self._changed.clear()
                 for member in self._in_order():
+                    asked.add(member.address)
                     left = give_up - loop.time()
                     reply = await self._ask(member, message, min(left, self._timing.place_timeout_ms / 1000))
                     if reply is not None:
@@ -68,6 +70,10 @@ class Conductors:
                         retry_after_s=RETRY_AFTER_S,
                     )
                 await self._wait_for_change(min(left, _ASK_AGAIN_S))
+        except asyncio.CancelledError:
+            for address in asked:  # it may have booked what nobody will use
+                self.tell(address, Finished(request.request, request.attempt, booking=0, outcome=Reason.CANCELLED))
+            raise
         finally:
             self.waiting -= 1
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from support.gateway_front import Front, eventually, front, says, silence
 from support.scripted_cluster import Job, ScriptedConductor, ScriptedDecode, Served, serve
@@ -226,6 +228,7 @@ async def test_a_client_that_leaves_while_its_request_waits_for_a_placement(tiny
     asked.cancel()
     await eventually(lambda: not tiny.gateway.numbers()["requests_in_flight"])
     assert tiny.gateway.numbers()["placing"] == 0
+    assert (await asyncio.wait_for(tiny.conductor.finished.get(), 2)).outcome == "cancelled"
 
 
 async def test_one_of_two_requests_with_one_client_id_leaves_and_the_other_stays(tiny: Front) -> None:
@@ -304,3 +307,42 @@ async def test_a_worker_restarted_since_it_was_placed_is_placed_again(tiny: Fron
         await newer.kill()
     assert not tiny.decode.jobs
     assert not tiny.conductor.placed[1].exclude
+
+
+async def test_every_placement_is_given_back_whatever_happens_to_its_request(tiny: Front) -> None:
+    """Fifty requests that finish, fail, are left by their clients or stop by themselves, all at once."""
+    chance = random.Random(7)
+    fates = [chance.choice(["answer", "fail once", "fail", "leave", "stop"]) for _ in range(50)]
+
+    async def script(job: Job) -> None:
+        fate = fates[job.attempt.request.sampling.seed]
+        ids = ids_of(tiny.model_dir, *"abcd.")[len(job.attempt.emitted) :]
+        if fate == "fail" or (fate == "fail once" and job.attempt.number == 1):
+            await job.say(ids[:2])
+            await job.fail(Reason.TRANSFER_FAILED)
+        elif fate == "leave":
+            await job.say(ids[:1])
+            await job.cancelled.wait()
+        else:
+            await job.say(ids, finish=FinishReason.LENGTH)
+
+    async def one(number: int) -> int | str:
+        body = {**BODY, "seed": number, "stream": number % 2 == 0, **({"stop": "b"} if fates[number] == "stop" else {})}
+        try:
+            return (
+                await tiny.client.post("/v1/completions", json=body, timeout=3 if fates[number] == "leave" else 30)
+            ).status_code
+        except httpx.TimeoutException:
+            return "left"
+
+    tiny.decode.script = script
+    endings = await asyncio.gather(*(one(n) for n in range(50)))
+    for number, fate in enumerate(fates):
+        streamed_error = number % 2 == 0
+        right = {"leave": "left", "fail": 200 if streamed_error else 503}.get(fate, 200)
+        assert endings[number] == right, fate
+    await eventually(lambda: tiny.conductor.finished.qsize() >= len(tiny.conductor.placed))
+    told = [tiny.conductor.finished.get_nowait() for _ in range(tiny.conductor.finished.qsize())]
+    assert sorted((t.request, t.attempt) for t in told) == sorted((p.request, p.attempt) for p in tiny.conductor.placed)
+    assert tiny.gateway.numbers()["requests_in_flight"] == 0
+    assert all(job.cancelled.is_set() for job in tiny.decode.jobs if fates[job.attempt.request.sampling.seed] == "leave")
