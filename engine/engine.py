@@ -104,6 +104,8 @@ class Engine:
         self._memory.tensor[torch.tensor(pages)] = torch.nan
 
     def _spans(self, rows: Sequence[Row]) -> list[Span]:
+        if not rows:
+            raise Bug("a forward pass without rows")
         spans: list[Span] = []
         first = 0
         for row in rows:

@@ -2,12 +2,14 @@
 
 Order, as in vLLM: minimum length, repetition penalty (prompt and outputs), frequency and presence penalties (outputs),
 temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011) with the seed as key
-and the output position as counter, and picks by inverse distribution over ids ordered by probability, then id. Reported
-logprobs are of the raw distribution, before any of this.
+and the output position as counter, and picks by inverse distribution: over ids in their order where nothing is cut
+off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw distribution, before any
+of this.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ import torch
 from moonpool.core.errors import Bug
 from moonpool.core.request import FinishReason, Sampled, SamplingParams, TopLogprob
 
+_OFTEN_ENOUGH = 2048  # ids that nearly always hold top_p of the mass; sorting a whole vocabulary takes milliseconds
 _SEED_MASK = (1 << 128) - 1
 
 
@@ -79,21 +82,30 @@ def _adjust(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> 
 def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
     """The id at quantile ``u`` of the tempered, truncated distribution."""
     scaled = logits.double() / params.temperature
-    if 0 < params.top_k < len(scaled):
-        ids = _largest(scaled, params.top_k)
-        scaled = scaled[ids]
-    else:
-        scaled, ids = scaled.sort(descending=True, stable=True)
-    mass = torch.softmax(scaled, dim=-1).cumsum(0)
-    keep = len(mass)
-    if params.top_p < 1.0:  # the smallest set whose mass reaches top_p, one id at least
-        keep = min(int(torch.searchsorted(mass, params.top_p)) + 1, keep)
-    at = int(torch.searchsorted(mass[:keep], u * float(mass[keep - 1]), right=True))
-    return int(ids[min(at, keep - 1)])
+    weights = torch.softmax(scaled, dim=-1)
+    limited = 0 < params.top_k < len(weights)
+    if not limited and params.top_p >= 1.0:
+        return _at_quantile(weights.cumsum(0), u)
+    ids = _largest(scaled, params.top_k if limited else _OFTEN_ENOUGH)
+    if not limited and float(weights[ids].sum()) < params.top_p:
+        ids = _largest(scaled, len(scaled))
+    mass = weights[ids].cumsum(0)
+    if params.top_p < 1.0:  # the smallest set whose share reaches top_p, one id at least; of what top_k left
+        reach = params.top_p * float(mass[-1]) if limited else params.top_p
+        mass = mass[: int(torch.searchsorted(mass, reach)) + 1]
+    return int(ids[_at_quantile(mass, u)])
+
+
+def _at_quantile(mass: torch.Tensor, u: float) -> int:
+    """Index of the entry that covers ``u`` of the cumulated ``mass``; never one of weight zero."""
+    total = float(mass[-1])
+    return int(torch.searchsorted(mass, min(u * total, math.nextafter(total, 0.0)), right=True))
 
 
 def _largest(scaled: torch.Tensor, k: int) -> torch.Tensor:
     """Ids of the ``k`` largest entries, larger first, smaller id first among equals (topk promises no such order)."""
+    if k >= len(scaled):
+        return scaled.sort(descending=True, stable=True).indices
     floor = scaled.topk(k).values[-1]
     ids = (scaled >= floor).nonzero().squeeze(1)
     return ids[scaled[ids].sort(descending=True, stable=True).indices[:k]]

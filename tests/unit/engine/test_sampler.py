@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moonpool.core.errors import Bug
 from moonpool.core.request import FinishReason, Sampled, SamplingParams
+from moonpool.engine import sampler
 from moonpool.engine.sampler import SamplerState, finish_reason, sample, uniform
 
 VOCAB = 12
@@ -42,6 +43,8 @@ def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
     if p.temperature == 0:
         return order[0], adjusted[order[0]] - adjusted[order[1]]
     kept = order[: p.top_k] if p.top_k else order
+    if len(kept) == VOCAB and p.top_p == 1:
+        kept = list(range(VOCAB))
     margin = adjusted[kept[-1]] - adjusted[order[len(kept)]] if len(kept) < VOCAB else math.inf
     weights = [math.exp((adjusted[t] - adjusted[order[0]]) / p.temperature) for t in kept]
     mass = np.cumsum(weights) / sum(weights)
@@ -92,6 +95,24 @@ def test_a_batch_draws_what_each_row_draws_alone_and_changes_no_logits(batch: li
     together = sample(logits, [s for _, s in batch], EOS)
     assert together == [one(row, s) for row, s in batch]
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_top_p_keeps_the_same_ids_whether_few_or_thousands_are_needed(top_p: float) -> None:
+    """Flat and peaked distributions over a large vocabulary: the short way and the full sort agree with a plain sum."""
+    draw = torch.Generator().manual_seed(1)
+    for scale in (0.01, 1.0, 6.0):
+        logits = torch.randn(6_000, generator=draw) * scale
+        order = logits.double().sort(descending=True, stable=True).indices
+        mass = torch.softmax(logits.double(), -1)[order].cumsum(0)
+        allowed = set(order[: int((mass < top_p).sum()) + 1].tolist())
+        drawn = {sample(logits[None], [state(top_p=top_p, seed=seed)], EOS)[0].token for seed in range(80)}
+        assert drawn <= allowed
+
+
+def test_an_id_without_weight_is_never_drawn_even_at_the_ends() -> None:
+    mass = torch.tensor([0.0, 0.25, 0.25, 1.0, 1.0], dtype=torch.float64)
+    assert [sampler._at_quantile(mass, u) for u in (0.0, 0.2, 0.25, 0.9, 1 - 2**-53)] == [1, 1, 3, 3, 3]
 
 
 def test_frequencies_follow_the_distribution() -> None:
