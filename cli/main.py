@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import chat, config, doctor, down, model, run_role, status, up
+from moonpool.cli import bench, chat, config, doctor, down, load, model, run_role, status, up
 from moonpool.core.errors import MoonpoolError
 
 
@@ -36,6 +36,9 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("status")(status.status)
     app.command("chat")(chat.chat)
     app.command("explain")(status.explain)
+    app.command("replay")(load.replay)
+    app.add_typer(load.trace, name="trace")
+    app.add_typer(bench.bench, name="bench")
     app.command("doctor")(doctor.doctor)
     app.command("run")(run_role.run)
     app.add_typer(model.model, name="model")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings
+from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import find
 
 if TYPE_CHECKING:
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 
 def status(
-    name: ClusterName = None, config_file: ConfigFile = None, settings: Settings = None, as_json: AsJson = False
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    require_carrier: Annotated[
+        str, typer.Option("--require-carrier", help="Fail unless bytes went between nodes, and by this carrier only.")
+    ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Who is in the cluster: liveness, incarnation, readiness and gauges of every process."""
     from moonpool.cluster.survey import survey
@@ -28,8 +34,21 @@ def status(
     if as_json:
         url = running.state.url if running.state else ""
         print(json.dumps({"registry": running.registry, "url": url, "members": [a.to_json() for a in answers]}, indent=2))
-        return
-    _print(answers)
+    else:
+        _print(answers)
+    if require_carrier:
+        _require_carrier(answers, require_carrier)
+
+
+def _require_carrier(answers: list[Answer], carrier: str) -> None:
+    from moonpool.cluster.survey import carriers_between_nodes
+    from moonpool.core.errors import TransferFailed
+
+    used = carriers_between_nodes(answers)
+    if used != {carrier}:
+        found = ", ".join(sorted(used)) or "no bytes at all"
+        raise TransferFailed(f"--require-carrier: between nodes went {found}; {carrier} only was wanted")
+    say(f"between nodes: {carrier} only")
 
 
 def _print(answers: list[Answer]) -> None:

@@ -51,6 +51,22 @@ async def survey(registry: str) -> list[Answer]:
     return list(await asyncio.gather(*(_ask(change) for change in await members(registry))))
 
 
+def carriers_between_nodes(answers: list[Answer]) -> set[str]:
+    """Carriers that really moved bytes from one node id to another, by what the senders say.
+
+    A store node sends to other nodes only. A worker on a node that also has a decode worker may have sent to its own
+    node: its words do not tell these apart, so they count only where they cannot be local.
+    """
+    decoding = {a.change.member.node for a in answers if a.change.member.role in (Role.DECODE, Role.BOTH)}
+    used: set[str] = set()
+    for answer in answers:
+        member = answer.change.member
+        sent = answer.words.get("carriers_sent" if member.role is Role.STORE else "carriers", "")
+        if member.role is Role.STORE or member.node not in decoding:
+            used |= {part.split("(")[0].strip() for part in sent.split(",") if part.strip()}
+    return used
+
+
 async def _ask(change: MemberChange) -> Answer:
     if change.liveness is not Liveness.LIVE:
         return Answer(change)

@@ -1,0 +1,53 @@
+"""``moonpool bench NAME``: every claim about performance as a command. JSON on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from moonpool.cli.options import AsJson
+
+bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
+
+
+@bench.command("serve")
+def serve(
+    mode: Annotated[str | None, typer.Option("--mode", help="both, split or all.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process.")] = None,
+    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, ucx or segment.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A served model over HTTP against plain transformers, in one run."""
+    from moonpool.bench.serve import ServeOptions
+    from moonpool.bench.serve import serve as measure
+
+    given = {"mode": mode, "repeats": repeats, "model": model, "launcher": launcher, "carrier": carrier}
+    _print(measure(ServeOptions(**_chosen(given))), as_json)
+
+
+@bench.command("place")
+def place(as_json: AsJson = False) -> None:
+    """How long the conductor takes to decide."""
+    from moonpool.bench.place import place as measure
+
+    _print(measure(), as_json)
+
+
+def _chosen(given: dict[str, Any]) -> dict[str, Any]:
+    """Options left out keep the measurement's own defaults."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _print(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, value in figures.items():
+        if isinstance(value, float):
+            print(f"{name:<36} {value:.4g}")
+        elif not isinstance(value, dict | list):
+            print(f"{name:<36} {value}")
