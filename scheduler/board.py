@@ -32,7 +32,7 @@ class Worker:
     member: Member
     attempts: tuple[LiveAttempt, ...] = ()
     free_tokens: int = UNLIMITED  # that new sequences could take; unlimited until the first report
-    busy_until: float = 0.0  # when the prefill work it reported will be done, if the estimate is right
+    busy_until: float = 0.0  # when the prefill work it reported and what was booked since will be done, as estimated
     last_chosen: int = 0  # placement number
     prefill: PrefillEstimate = field(default_factory=PrefillEstimate)
     step: StepEstimate = field(default_factory=StepEstimate)
@@ -99,7 +99,6 @@ class Board:
         self.smallest = int(self.max_prompt.min(initial=UNLIMITED))
         self.everybody = Usable.of(self.split, self.decode_only & self.pooled, self.both, self.pooled, frozenset())
         self.busy_until: Floats = np.zeros(n)
-        self.coming_s: Floats = np.zeros(n)  # prefill seconds booked and not reported yet
         self.load: Ints = np.zeros(n, np.int64)  # attempts reported or booked
         self.batch: Ints = np.zeros(n, np.int64)  # sequences a decode worker holds or will
         self.context: Ints = np.zeros(n, np.int64)  # their tokens
@@ -118,7 +117,6 @@ class Board:
         """Bring the row of ``worker`` up to date."""
         i = self.row[worker.member.id]
         self.busy_until[i] = worker.busy_until
-        self.coming_s[i] = coming.prefill_s
         if worker.member.role is Role.PREFILL:
             self.load[i] = len(worker.attempts) + coming.jobs
         else:

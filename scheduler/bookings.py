@@ -13,7 +13,7 @@ from enum import Enum
 from moonpool.core.ids import MemberId
 from moonpool.core.membership import LiveAttempt
 
-PREFILL_GRACE_S = 1.0  # a job not reported this long after its placement ran between two reports, or never came
+PREFILL_GRACE_S = 0.3  # a job not reported this long after its placement ran between two reports, or never came
 DECODE_GRACE_S = 5.0  # the gateway opens the stream at once; after this it never will
 GONE_GRACE_S = 1.0  # a report written just before the attempt came back (another stream, a preemption) is not an end
 

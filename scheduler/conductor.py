@@ -104,7 +104,7 @@ class Conductor:
         return Placement(
             board.workers[option.prefill].ref,
             board.workers[option.decode].ref,
-            self._plan(prompt, prefill, deepest, board, option.prefill),
+            self._plan(prompt, held, prefill, deepest, board, option.prefill),
             option.ttft.likely * 1e3 if option.ttft.sure else 0.0,
             option.tbt.likely * 1e3 if option.tbt.sure else 0.0,
             self._placements,
@@ -123,12 +123,12 @@ class Conductor:
         return Held(own, node, 0), []
 
     def _plan(
-        self, prompt: Prompt, scores: PrefillScores, deepest: list[NodeId], board: Board, row: int
+        self, prompt: Prompt, held: Held, scores: PrefillScores, deepest: list[NodeId], board: Board, row: int
     ) -> tuple[Segment, ...]:
-        own, local, far = (int(blocks) for blocks in scores.covered[:, row])
-        plan = int(scores.plan[row])
+        local, far = (int(blocks) for blocks in scores.covered[:, row])
         source = deepest[self._placements % len(deepest)] if deepest else None  # equal holders take turns
-        return segments(prompt, own, local if plan else own, far if plan == 2 else 0, board.workers[row].member.node, source)
+        node = board.workers[row].member.node
+        return segments(prompt, int(held.own[row]), local, far if scores.fetches[row] else local, node, source)
 
     def _book(self, request: PlaceRequest, option: Option, work_s: float, cached_tokens: int, board: Board, now: float) -> None:
         self._view.book(

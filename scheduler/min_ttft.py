@@ -1,8 +1,8 @@
 """Placement by smallest predicted TTFT, with a check of the decode worker's TBT at the moment the prefill ends.
 
-Functions over a read-only board. For each prefill worker three plans are priced and the cheapest is taken: compute
-everything past its own device pages; load what its node's pool holds further; fetch what the deepest holder anywhere
-holds further. TTFT = wait + load and compute + what lies between the worker's first token and the gateway.
+Functions over a read-only board. A prefill worker reuses what lies in its own pages and loads what its node's pool holds
+further, always. Whether it also fetches what the deepest holder anywhere holds beyond that, or computes it, is decided by
+price. TTFT = wait + load and compute + what lies between the worker's first token and the gateway.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class PrefillScores:
-    """Seconds per row. ``plan`` is 0 (own pages), 1 (node's pool) or 2 (fetch); ``covered`` says how far each reaches."""
+    """Seconds per row."""
 
     table: Floats  # [6, rows]: ttft, high, wait, work, cached, sure; the fields below are views of it
     ttft: Floats
@@ -48,8 +48,8 @@ class PrefillScores:
     work: Floats
     cached: Floats  # tokens
     sure: Floats  # 1 where the fit covers the job
-    covered: Ints  # [3, rows] blocks that each plan does not compute
-    plan: Ints
+    covered: Ints  # [2, rows] blocks not to be computed: without a fetch, with it
+    fetches: Ints  # 1 where the fetch pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +74,25 @@ def depths(runs: list[tuple[int, int]], bits: int) -> Ints:
 
 def score_prefill(board: Board, pooled: Bools, prompt: Prompt, held: Held, overhead_s: float, now: float) -> PrefillScores:
     """``pooled`` rows have a store node to load from and to fetch into."""
-    covered = np.empty((3, len(pooled)), np.int64)
+    covered = np.empty((2, len(pooled)), np.int64)
     covered[:] = held.own
-    np.maximum(held.own, held.node, out=covered[1], where=pooled)
-    np.maximum(covered[1], held.anywhere, out=covered[2], where=pooled)
+    np.maximum(held.own, held.node, out=covered[0], where=pooled)
+    np.maximum(covered[0], held.anywhere, out=covered[1], where=pooled)
     cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
     a, b, c, d = board.prefill_fit
     computed = prompt.tokens - cached
     cost = a + computed * (b + c * (prompt.tokens + cached))  # n^2 - p^2 = (n - p)(n + p)
     cost += d * prompt.block_tokens * (covered - held.own)
-    plan = cost.argmin(axis=0)  # of equal plans the one that moves less
+    fetches = cost.argmin(axis=0)  # of equal prices the one that moves less
     rows = board.numbers
     table = np.empty((6, len(rows)))
     ttft, high, wait, work, kept, sure = table
-    work[:], kept[:] = cost[plan, rows], cached[plan, rows]
+    work[:], kept[:] = cost[fetches, rows], cached[fetches, rows]
     np.maximum(board.busy_until - now, 0.0, out=wait)
-    wait += board.coming_s
     np.add(wait, work + overhead_s, out=ttft)
     np.add(ttft, work * board.prefill_spread, out=high)
     np.less_equal(prompt.tokens - kept, board.prefill_reach, out=sure)
-    return PrefillScores(table, ttft, high, wait, work, kept, sure, covered, plan)
+    return PrefillScores(table, ttft, high, wait, work, kept, sure, covered, fetches)
 
 
 def score_decode(board: Board, prompt: Prompt) -> DecodeScores:

@@ -9,7 +9,7 @@ from moonpool.core.events import EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange, WorkerReport
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
-from moonpool.scheduler.bookings import Booking, Ledger
+from moonpool.scheduler.bookings import Booking, End, Ledger
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
@@ -94,11 +94,12 @@ class View:
         fit, step_fit = self._fits(worker)
         if self._board is not None and report.worker in self._board.row:
             self._board.write_fits(worker, fit, step_fit)
-        waiting = [(a, n) for a in report.attempts if (n := worker.prompt_left(a))]
-        worker.busy_until = now + sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(a, n)) for a, n in waiting)
         for ended in self._ledger.report(report.worker, {(a.request, a.attempt) for a in report.attempts}, now):
             self.counts["bookings_ended_by_report"] += 1
-            self._write(ended.prefill, ended.decode)
+            self._ended(ended)
+        waiting = [(a, n) for a in report.attempts if (n := worker.prompt_left(a))]
+        reported_s = sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(a, n)) for a, n in waiting)
+        worker.busy_until = now + reported_s + self._ledger.coming(report.worker).prefill_s
         self._write(report.worker)
 
     def on_blocks(self, event: EventBatch | IndexSnapshot) -> bool:
@@ -134,8 +135,9 @@ class View:
     # -- bookings ------------------------------------------------------------------------------------------------------
 
     def book(self, booking: Booking) -> None:
-        for name in {booking.prefill, booking.decode}:
-            self.workers[name].last_chosen = booking.number
+        prefill, decode = self.workers[booking.prefill], self.workers[booking.decode]
+        prefill.last_chosen = decode.last_chosen = booking.number
+        prefill.busy_until = max(prefill.busy_until, booking.placed_at) + booking.prefill_s
         self._ledger.add(booking)
         self._write(booking.prefill, booking.decode)
 
@@ -144,12 +146,17 @@ class View:
         booking = self._ledger.bookings.get(request)
         if booking is not None and attempt in (None, booking.attempt):
             self._ledger.release(request)
-            self._write(booking.prefill, booking.decode)
+            self._ended(booking)
 
     def expire(self, now: float) -> None:
         for old in self._ledger.expire(now):
             self.counts["bookings_expired"] += 1
-            self._write(old.prefill, old.decode)
+            self._ended(old)
+
+    def _ended(self, booking: Booking) -> None:
+        if booking.at_prefill is End.COMING and booking.prefill in self.workers:
+            self.workers[booking.prefill].busy_until -= booking.prefill_s  # the worker's next report puts it right
+        self._write(booking.prefill, booking.decode)
 
     # -- the board's rows ----------------------------------------------------------------------------------------------
 

@@ -57,6 +57,26 @@ def test_work_is_counted_once_when_the_worker_reports_what_was_booked() -> None:
     assert cluster.placed("probe", 100).predicted_ttft_ms < 0.2 * wait
 
 
+def test_booked_work_drains_while_nobody_reports() -> None:
+    cluster = split(prefills=1, taught=True)
+    cluster.placed("r", 1_000)
+    before = cluster.placed("probe", 100).predicted_ttft_ms
+    cluster.finish("probe")
+    cluster.now += 0.5
+    after = cluster.placed("probe", 100).predicted_ttft_ms
+    assert after == pytest.approx(before - 500, rel=0.02)
+
+
+def test_short_jobs_that_ran_between_two_reports_stop_counting() -> None:
+    cluster = split(prefills=1, taught=True)
+    for i in range(20):
+        cluster.placed(f"r{i}", 100)
+        cluster.now += 0.15
+    cluster.now += 0.25
+    cluster.report("prefill-0")
+    assert cluster.placed("probe", 100).predicted_ttft_ms == pytest.approx(1e3 * prefill_seconds(100), rel=0.05)
+
+
 def test_a_waiting_job_reported_whole_counts_without_what_is_cached() -> None:
     cluster = split(prefills=1, taught=True)
     prompt = keys(1, 60)
@@ -183,5 +203,5 @@ def test_nothing_stays_booked_once_the_cluster_is_idle(steps: list[tuple[str, in
     for _ in range(len(workers)):
         board = cluster.conductor._view.board
         assert not board.load.any()
-        assert not board.coming_s.any()
+        assert (board.busy_until <= cluster.now).all()
         assert not board.context.any()

@@ -8,7 +8,7 @@ from support.cluster_of_members import BLOCK, Cluster, keys, prefill_seconds, sp
 from moonpool.core.errors import Reason
 from moonpool.core.events import Tier
 from moonpool.core.ids import Role
-from moonpool.core.membership import LiveAttempt, Liveness
+from moonpool.core.membership import LiveAttempt, Liveness, PrefillTiming
 from moonpool.core.placement import Placement, Refusal, Segment, Source
 
 
@@ -66,6 +66,20 @@ def test_blocks_are_reused_fetched_and_recomputed_in_order(whole: bool) -> None:
     told = cluster.conductor.explain("r")
     assert told is not None
     assert told["decisions"][0]["predicted"]["cached_tokens"] == cached
+
+
+def test_a_fetch_that_costs_more_than_computing_is_not_made() -> None:
+    cluster = split(prefills=1)
+    slow = [PrefillTiming(n, n // 2, prefill_seconds(n, n // 2) + 0.004 * n, loaded_tokens=n // 2) for n in (64, 512, 2_000)]
+    cluster.report("prefill-0", prefills=[PrefillTiming(n, 0, prefill_seconds(n)) for n in (64, 512, 2_000)] + slow)
+    prompt = keys(1, 8)
+    cluster.stored("a", prompt[:2], store="store-a")
+    cluster.stored("b", prompt, store="store-b")
+    node_a = cluster.members["store-a"].node
+    assert cluster.placed("r", 8 * BLOCK + 1, prompt=prompt).segments == (
+        Segment(0, 2, Source.FETCH, node_a),
+        Segment(2, 6, Source.RECOMPUTE),
+    )
 
 
 def test_a_worker_whose_node_has_no_live_store_fetches_nothing() -> None:
