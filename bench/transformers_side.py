@@ -63,6 +63,7 @@ def transformers_side(model_dir: Path, threads: int) -> Iterator[TransformersSid
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                start_new_session=True,  # as our workers: where sessions share cores by group, both sides get the same share
             )
         try:
             yield TransformersSide(child, log)

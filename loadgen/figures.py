@@ -22,6 +22,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2563a8", "#d9822b", "#3a8f5c", "#b8383d"
 _STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "font.size": 11.0}
 _BINS = 40
 _TIME_BINS = 30
+_LEGEND_CHARACTERS = 92  # in one line below the axes
 _REASONS = (_RED, _ORANGE, _BLUE, "#8e5ea2", _GREY)
 _QUANTILES = (0.5, 0.9, 0.99)
 _TAIL = 0.995  # a distribution's picture ends here; what lies beyond is counted in its title
@@ -126,7 +127,9 @@ def _over_time(figure: Any, records: Sequence[RequestRecord], summary: Summary) 
         _nothing(figure, title, "nothing was sent")
         return
     axes = figure.subplots()
-    _stacked(axes, {name: layer for name, layer in layers.items() if layer[1]}, max(r.planned_s for r in records))
+    end = max(r.planned_s for r in records)
+    width = _nice_width(end / _TIME_BINS)
+    _stacked(axes, {name: layer for name, layer in layers.items() if layer[1]}, end, width, 1 / width)
     remark = f"completed {summary.completed_per_s:.2f} requests/s over {summary.duration_s:.0f} s"
     if summary.goodput:
         g = summary.goodput
@@ -140,18 +143,18 @@ def _is_good(record: RequestRecord) -> bool:
     return record.outcome is Outcome.OK and record.met_targets is not False
 
 
-def _stacked(axes: Any, layers: dict[str, tuple[str, list[float]]], end: float) -> None:
-    """A histogram over time as rates, one colour per layer, the legend below the axes where it covers nothing."""
-    width = _nice_width(end / _TIME_BINS)
+def _stacked(axes: Any, layers: dict[str, tuple[str, list[float]]], end: float, width: float, each: float) -> None:
+    """A histogram over time in bins of ``width`` s, one colour per layer; the legend lies below, where it covers nothing."""
     count = max(math.floor(end / width) + 1, 1)
     edges = [i * width for i in range(count + 1)]
     values = [times for _, times in layers.values()]
     axes.hist(
-        values, bins=edges, weights=[[1 / width] * len(v) for v in values], stacked=True,
+        values, bins=edges, weights=[[each] * len(v) for v in values], stacked=True,
         color=[color for color, _ in layers.values()], label=list(layers), edgecolor="white", linewidth=0.4,
     )  # fmt: skip
     axes.set_xlim(0, edges[-1])
-    axes.figure.legend(loc="outside lower center", ncols=len(layers), frameon=False, fontsize=10)
+    columns = max(_LEGEND_CHARACTERS // (max(map(len, layers)) + 6), 1)
+    axes.figure.legend(loc="outside lower center", ncols=min(columns, len(layers)), frameon=False, fontsize=10)
 
 
 def _nice_width(seconds: float) -> float:
@@ -202,7 +205,7 @@ def _cache(figure: Any, ok: Sequence[RequestRecord], summary: Summary) -> None:
 
 
 def _refusals(figure: Any, records: Sequence[RequestRecord]) -> None:
-    """Refused arrivals per second, by reason; rare reasons together."""
+    """Refused arrivals, by reason; rare reasons together."""
     refused = [r for r in records if r.outcome is Outcome.REFUSED]
     title = "Refused requests over time"
     if not refused:
@@ -214,10 +217,13 @@ def _refusals(figure: Any, records: Sequence[RequestRecord]) -> None:
         name = (r.reason[:40] or "no reason given") if r.reason in common else "other reasons"
         layers.setdefault(name, (_REASONS[len(layers) % len(_REASONS)], []))[1].append(r.planned_s)
     axes = figure.subplots()
-    _stacked(axes, layers, max(r.planned_s for r in records))
+    end = max(r.planned_s for r in records)
+    width = _nice_width(end / _TIME_BINS)
+    _stacked(axes, layers, end, width, 1)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     remark = f"{len(refused)} of {len(records)} requests refused ({len(refused) / len(records):.0%})"
     _head(axes, title, remark)
-    axes.set_ylabel("refusals/s")
+    axes.set_ylabel(f"refused requests per {width:g} s")
     axes.set_xlabel("planned arrival (s from the start)")
 
 
