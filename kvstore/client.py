@@ -24,8 +24,8 @@ from moonpool.core.membership import Member
 from moonpool.kvstore import slices
 from moonpool.kvstore.agent import hand_over
 from moonpool.kvstore.claims import Reserved
+from moonpool.kvstore.client_session import Session
 from moonpool.kvstore.regions import map_region
-from moonpool.kvstore.session import Session
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of

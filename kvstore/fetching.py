@@ -131,7 +131,7 @@ class Fetcher:
             tuple(keys),
             first,
             parent=parent,
-            generation=node.generation,
+            generation=node.receiving.generation,
         )
         try:
             landing = await node.grant(ask)
@@ -154,7 +154,7 @@ class Fetcher:
         node = self._node
         request = pb.store.PushToRequest(target_address=node.member.address)
         to_wire(landing, request.landing)
-        to_wire(await node.endpoint(), request.target)
+        to_wire(await node.receiving.endpoint(), request.target)
         to_wire(node.layout, request.layout)
         try:
             reply = await self._stub(address).PushTo(request, timeout=deadline_s)

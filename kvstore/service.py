@@ -64,7 +64,7 @@ class StoreService(pb.store_rpc.StoreServicer):
             raise InvalidRequest("session: the first message must be Hello", param="hello") from None
         if first.WhichOneof("kind") != "hello":
             raise InvalidRequest("session: the first message must be Hello", param="hello")
-        return self._node.admit(from_wire(first.hello.member, Member))
+        return self._node.lives.admit(from_wire(first.hello.member, Member))
 
     async def _beats(self, requests: AsyncIterator[pb.store.SessionMessage], session: NodeSession) -> None:
         try:
@@ -76,7 +76,7 @@ class StoreService(pb.store_rpc.StoreServicer):
 
     def _welcome(self, session: NodeSession) -> pb.store.StoreMessage:
         welcome = pb.store.Welcome(
-            session=session.number, agent_socket=str(self._node.agent.path), incarnation=self._node.member.incarnation
+            session=session.number, agent_socket=str(self._node.lives.agent.path), incarnation=self._node.member.incarnation
         )
         for region in self._node.regions.files:
             to_wire(region, welcome.regions.add())
@@ -103,10 +103,10 @@ class StoreService(pb.store_rpc.StoreServicer):
                 param="tail_valid",
             )
         writer = Life(MemberId(request.writer), Incarnation(request.writer_incarnation))
-        node.require_live(writer)
+        node.lives.require_live(writer)
         reader = None
         if request.reader:
-            reader = node.reader(Life(MemberId(request.reader), Incarnation(request.reader_incarnation)))
+            reader = node.lives.reader(Life(MemberId(request.reader), Incarnation(request.reader_incarnation)))
         return LandingAsk(
             RequestId(request.request),
             request.attempt,
@@ -116,8 +116,8 @@ class StoreService(pb.store_rpc.StoreServicer):
             request.first_block,
             request.tail_valid,
             checked_key(request.parent) if request.parent else None,
-            node.is_remote(writer),
-            node.generation,
+            node.lives.is_remote(writer),
+            node.receiving.generation,
         )
 
     async def Notify(self, request: pb.store.NotifyRequest, context: Any) -> pb.types.Empty:
@@ -139,7 +139,7 @@ class StoreService(pb.store_rpc.StoreServicer):
     async def LandingState(self, request: pb.store.LandingRequest, context: Any) -> pb.store.LandingStateReply:
         if request.wait_ms:
             await self._node.verifier.settled(request.landing, min(request.wait_ms, MAX_WAIT_MS) / 1e3)
-        reply = pb.store.LandingStateReply(generation=self._node.generation)
+        reply = pb.store.LandingStateReply(generation=self._node.receiving.generation)
         found = self._pool.landings.slices(request.landing)
         if found is not None:
             reply.known = True
@@ -240,7 +240,7 @@ class StoreService(pb.store_rpc.StoreServicer):
             self._node.layout.require_same(from_wire(request.layout, KVLayout), "the writer")
         except MoonpoolError as e:
             return pb.store.EndpointReply(error=to_error(e))
-        return to_wire(await self._node.endpoint(), pb.store.EndpointReply())
+        return to_wire(await self._node.receiving.endpoint(), pb.store.EndpointReply())
 
     async def RemakeEndpoint(self, request: pb.types.Empty, context: Any) -> pb.store.EndpointReply:
         return to_wire(await self._node.remake(), pb.store.EndpointReply())

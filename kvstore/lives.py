@@ -1,0 +1,210 @@
+"""Who is alive, as far as it matters to slots: sessions begin, fall silent and end; deaths are proved; some are caused.
+
+Silence fences, only proof frees. For a worker whose pidfd the agent holds, that descriptor is the only proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from moonpool.core.config import TimingConfig
+from moonpool.core.errors import Busy, Failure, InvalidRequest, LayoutMismatch, MoonpoolError, PeerSilent
+from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.landing import Landing
+from moonpool.core.layout import KVLayout
+from moonpool.core.membership import Liveness, Member, MemberChange, Peers
+from moonpool.kvstore.agent import Agent
+from moonpool.kvstore.claims import Life
+from moonpool.kvstore.node_sessions import NodeSession, Sessions
+from moonpool.kvstore.pool import Pool
+
+LAST_BYTES_S = 0.1  # a dead peer's last bytes may still lie in our socket buffers: this long they are polled out
+OnGone = Callable[[MemberId, Incarnation, str], None]
+log = structlog.get_logger(__name__)
+
+
+class Lives:
+    """Event-loop only. ``changed()`` is called after every change of the pool, ``on_gone`` with every death proved here."""
+
+    def __init__(
+        self,
+        member: Member,
+        layout: KVLayout,
+        timing: TimingConfig,
+        peers: Peers,
+        pool: Pool,
+        sessions: Sessions,
+        agent_path: Path,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+        on_gone: OnGone | None,
+    ) -> None:
+        self._member = member
+        self._layout = layout
+        self._timing = timing
+        self._peers = peers
+        self._pool = pool
+        self._sessions = sessions
+        self._clock = clock
+        self._changed = changed
+        self._on_gone = on_gone
+        self.agent = Agent(agent_path, sessions.life, self._proved_dead)
+        self._silent: dict[Life, asyncio.TimerHandle | None] = {}  # with the timer of the kill
+        self._leaving: dict[Life, asyncio.TimerHandle] = {}  # proved gone, their last bytes being polled out
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self.agent.start()
+        self._unsubscribe = self._peers.subscribe(self._peer_changed)
+
+    def close(self) -> None:
+        self._unsubscribe()
+        for timer in [*self._silent.values(), *self._leaving.values()]:
+            if timer is not None:
+                timer.cancel()
+        self.agent.close()
+
+    # Questions.
+
+    def is_frozen(self, life: Life) -> bool:
+        return life in self._silent
+
+    def is_remote(self, writer: Life) -> bool:
+        """Whether ``writer`` reaches our slots only through the carrier. One of unknown whereabouts may map them."""
+        if self._sessions.of(writer) is not None:
+            return False
+        known = self._peers.get(writer.member)
+        return known is not None and known.member.incarnation == writer.incarnation and known.member.node != self._member.node
+
+    def require_live(self, life: Life) -> None:
+        """PeerSilent for a life that is over or silent: whatever it still asks for comes too late."""
+        known = self._peers.get(life.member)
+        if known is None:
+            return
+        if known.member.incarnation > life.incarnation:
+            raise PeerSilent(f"{life.member} has a newer life, {known.member.incarnation}", peer=life.member)
+        if known.member.incarnation == life.incarnation and known.liveness is not Liveness.LIVE:
+            raise PeerSilent(f"{life.member} counts as {known.liveness}: {known.proof}", peer=life.member)
+
+    def reader(self, life: Life) -> int:
+        """The session of a landing's reader. Busy where it has none: it would never hear of what lands."""
+        session = self._sessions.of(life)
+        if session is None:
+            raise Busy(f"{life.member} has no session with the store node of {self._member.node}", peer=life.member)
+        return session.number
+
+    # Beginnings.
+
+    def admit(self, member: Member) -> NodeSession:
+        """Open the session of a local worker. LayoutMismatch, InvalidRequest or PeerSilent where it does not belong here."""
+        self._require_kin(member)
+        life = Life(member.id, member.incarnation)
+        self.require_live(life)
+        for other in self._sessions:
+            if other.member.id == member.id and other.member.incarnation > member.incarnation:
+                raise PeerSilent(f"{member.id} has a newer life, {other.member.incarnation}", peer=member.id)
+        self._replace_older(member)
+        return self._sessions.open(member)
+
+    def _require_kin(self, member: Member) -> None:
+        if member.node != self._member.node:
+            raise InvalidRequest(
+                f"node: {member.id} is on {member.node}, this store node on {self._member.node}; connect to its own host's",
+                param="node",
+            )
+        if member.layout is None:
+            raise LayoutMismatch(f"{member.id} names no KV layout; the store node has {self._layout.fingerprint}")
+        self._layout.require_same(member.layout, member.id)
+        mine, theirs = self._member.hash_key_id, member.hash_key_id
+        if mine and theirs and mine != theirs:
+            raise LayoutMismatch(f"hash key {mine} here, {theirs} at {member.id}; start both with the same cluster.key_file")
+
+    def _replace_older(self, member: Member) -> None:
+        """A newer life ends the older ones. Their death is taken as proved, unless a pidfd of another process says no."""
+        for session in self._sessions:
+            if session.life.member == member.id and session.life.incarnation < member.incarnation:
+                self._sessions.end(session, f"{member.id} has a newer life")
+                if session.member.pid == member.pid:
+                    self.agent.forget(session.life)  # it dropped everything before it came back under a new number
+        for life in self._pool.lives() | self.agent.lives() | set(self._silent):
+            if life.member == member.id and life.incarnation < member.incarnation:
+                if not self.agent.knows(life):
+                    self._gone(life, "replaced by a newer life")
+                elif self._timing.kill_after_ms:
+                    self._kill(life)
+
+    # Ends.
+
+    def session_ended(self, session: NodeSession) -> None:
+        if session.why is not None:
+            log.warning("session_ended", member=session.member.id, why=session.why.message)
+        self._pool.session_ended(session.number, self._clock())
+        self._changed()
+
+    def _proved_dead(self, life: Life) -> None:
+        """The agent saw its process end."""
+        proof = "its process ended (pidfd)"
+        self._gone(life, proof)
+        if self._on_gone is not None:
+            self._on_gone(life.member, life.incarnation, proof)
+
+    def _peer_changed(self, change: MemberChange) -> None:
+        life = Life(change.member.id, change.member.incarnation)
+        if life.member == self._member.id:
+            return
+        if change.liveness is Liveness.LIVE:
+            self._forget_silence(life)
+            self._replace_older(change.member)
+            self._changed()
+        elif change.liveness is Liveness.SILENT:
+            self._fall_silent(life, change.proof, self._timing.kill_after_ms)
+        elif self.agent.knows(life):  # said to be gone, but its process is still there: leaving, or replaced too early
+            self._fall_silent(life, change.proof, 0)
+        else:
+            self._gone(life, change.proof)
+
+    def _fall_silent(self, life: Life, proof: str, kill_after_ms: int) -> None:
+        if life not in self._silent:
+            loop = asyncio.get_running_loop()
+            kill = loop.call_later(kill_after_ms / 1e3, self._kill, life) if kill_after_ms else None
+            self._silent[life] = kill
+        broken = self._pool.writer_silent(life, self._clock())
+        self._end(life, broken, PeerSilent(f"{life.member} fell silent: {proof}", peer=life.member))
+
+    def _kill(self, life: Life) -> None:
+        if self.agent.kill(life):
+            log.warning("killed", member=life.member, incarnation=life.incarnation)
+
+    def _forget_silence(self, life: Life) -> None:
+        timer = self._silent.pop(life, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _gone(self, life: Life, proof: str) -> None:
+        self._forget_silence(life)
+        remote = any(c.ask.remote and c.writer_open and c.ask.writer == life for c in self._pool.landings)
+        if not remote:
+            self._free(life, proof)
+        elif life not in self._leaving:
+            self._leaving[life] = asyncio.get_running_loop().call_later(LAST_BYTES_S, self._free, life, proof)
+            self._changed()
+
+    def _free(self, life: Life, proof: str) -> None:
+        self._leaving.pop(life, None)
+        broken = self._pool.writer_gone(life, self._clock())
+        self._end(life, broken, PeerSilent(f"{life.member} is gone: {proof}", peer=life.member))
+
+    def _end(self, life: Life, broken: Sequence[Landing], error: MoonpoolError) -> None:
+        """Tell the readers of its unfinished landings, and end its own session."""
+        for landing in broken:
+            claim = self._pool.landings.get(landing.id)
+            if claim is not None and claim.reader_open:
+                self._sessions.tell_failed(claim.ask.reader, landing, Failure.of(error))
+        session = self._sessions.of(life)
+        if session is not None:
+            self._sessions.end(session, error.message)
+        self._changed()
