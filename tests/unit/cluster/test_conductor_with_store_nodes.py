@@ -32,9 +32,9 @@ class Watched(ConductorService):
         self.heard.put_nowait(event)
         return again
 
-    async def until_blocks(self, count: int) -> None:
+    async def until(self, *expected: Segment) -> None:
         async with asyncio.timeout(10):
-            while self.numbers()["blocks_indexed"] != count:
+            while self.segments() != expected:
                 await self.heard.get()
 
     def segments(self) -> tuple[Segment, ...]:
@@ -83,8 +83,7 @@ async def test_what_two_nodes_stored_is_fetched_from_where_it_lies(tmp_path: Pat
             if not late:
                 await publish(a, KEYS[:3])
                 await publish(b, KEYS[:6])
-            await service.until_blocks(6)
-            assert service.segments() == (
+            await service.until(
                 Segment(0, 3, Source.FETCH, a.member.node),
                 Segment(3, 3, Source.FETCH, b.member.node),
                 Segment(6, 2, Source.RECOMPUTE),
@@ -96,16 +95,12 @@ async def test_evicted_blocks_are_no_longer_fetched(tmp_path: Path) -> None:
     async with store_node(config(folder(tmp_path, "a"), slots=16), roll, "a") as a, conductor(tmp_path, roll) as service:
         roll.say(member("store-b", Role.STORE, "b", address="127.0.0.1:1"))
         await publish(a, KEYS)
-        await service.until_blocks(8)
-        assert service.segments() == (Segment(0, 8, Source.FETCH, a.member.node),)
+        await service.until(Segment(0, 8, Source.FETCH, a.member.node))
         await publish(a, block_keys("other", 12))
         async with worker(a) as (client, _):
             left = await client.lookup(KEYS)
         assert 0 < left < 8
-        async with asyncio.timeout(10):
-            while service.segments()[0].count != left:
-                await service.heard.get()
-        assert service.segments()[1] == Segment(left, 8 - left, Source.RECOMPUTE)
+        await service.until(Segment(0, left, Source.FETCH, a.member.node), Segment(left, 8 - left, Source.RECOMPUTE))
 
 
 async def test_a_node_that_comes_back_empty_is_known_to_be_empty(tmp_path: Path) -> None:
@@ -114,6 +109,6 @@ async def test_a_node_that_comes_back_empty_is_known_to_be_empty(tmp_path: Path)
         roll.say(member("store-b", Role.STORE, "b", address="127.0.0.1:1"))
         async with store_node(config(folder(tmp_path, "a")), roll, "a") as a:
             await publish(a, KEYS)
-            await service.until_blocks(8)
+            await service.until(Segment(0, 8, Source.FETCH, a.member.node))
             roll.say(a.member, Liveness.GONE)
         assert service.segments() == (Segment(0, 8, Source.RECOMPUTE),)
