@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import ClusterName
+from moonpool.cli.options import ClusterName, ConfigFile, Settings
 from moonpool.cli.running import find
 
 
@@ -21,11 +21,13 @@ def chat(
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
     name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
 ) -> None:
     """Ask one question and print the answer while it streams."""
     from moonpool.core.errors import NoPath
 
-    base = (url or find(name).url).rstrip("/")
+    base = (url or find(name, config_file, settings).url).rstrip("/")
     body = {
         "messages": [{"role": "user", "content": question}],
         "model": _first_model(base),

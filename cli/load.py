@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import AsJson, ClusterName, say
-from moonpool.cli.running import find
+from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
+from moonpool.cli.running import Running, find
 
 trace = typer.Typer(help="Request traces in Mooncake's JSONL format.", no_args_is_help=True)
 
@@ -73,6 +73,8 @@ def replay(
         Path | None, typer.Option("--report", metavar="FOLDER", help="Write requests, summary, pictures.")
     ] = None,
     name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace open-loop and report TTFT, TBT and goodput."""
@@ -81,9 +83,12 @@ def replay(
     from moonpool.loadgen.plan import Scaling
     from moonpool.loadgen.report import in_words
 
+    def running() -> Running:
+        return find(name, config_file, settings)
+
     options = ReplayOptions(
         trace_file,
-        url=(url or find(name).url).rstrip("/"),
+        url=(url or running().url).rstrip("/"),
         scaling=Scaling(speed=speed, block_tokens=block_tokens, output_divisor=output_divisor, limit=limit, loops=loops),
         trace_block_tokens=trace_block_tokens,
         adjust=adjust,
@@ -94,7 +99,7 @@ def replay(
         max_in_flight=max_in_flight,
         report=report,
     )
-    summary = run(options, cluster=None if url else lambda: _described(name))
+    summary = run(options, cluster=None if url else lambda: _described(running()))
     print(json.dumps(dataclasses.asdict(summary), indent=2) if as_json else in_words(summary))
     if report is not None:
         say(f"report and pictures in {report}")
@@ -102,10 +107,10 @@ def replay(
         raise typer.Exit(130)
 
 
-def _described(name: str | None) -> dict[str, Any]:
+def _described(running: Running) -> dict[str, Any]:
     """What the members of the local cluster say about carriers and transports."""
     import asyncio
 
     from moonpool.cluster.survey import survey
 
-    return {"members": [answer.to_json() for answer in asyncio.run(survey(find(name).registry))]}
+    return {"members": [answer.to_json() for answer in asyncio.run(survey(running.registry))]}

@@ -16,6 +16,8 @@ from moonpool.cli.running import find
 if TYPE_CHECKING:
     from moonpool.cluster.survey import Answer
 
+LONGEST_WORD = 80  # longer ones are for --json
+
 
 def status(
     name: ClusterName = None,
@@ -61,7 +63,7 @@ def _print(answers: list[Answer]) -> None:
             f" {member.address:<22} life {member.incarnation}"
         )
         own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
-        words = [f"{k}={v}" for k, v in sorted(answer.words.items())]
+        words = [f"{k}={v}" for k, v in sorted(answer.words.items()) if len(v) <= LONGEST_WORD]
         notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
         if notes:
             print(fill(notes, width=get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "))
