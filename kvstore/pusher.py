@@ -128,7 +128,7 @@ class Pusher:
     async def _target(self, carrier: str, name: str, address: str, incarnation: Incarnation) -> PushTarget:
         self._loop = asyncio.get_running_loop()
         if carrier == "ucx":
-            await asyncio.to_thread(require_transport, address)
+            await asyncio.to_thread(require_transport, self._config, address)
         key = (carrier, address, incarnation)
         target = self._targets.pop(key, None) or PushTarget(name, address, self._member, self._layout, self._sender(carrier))
         self._targets[key] = target

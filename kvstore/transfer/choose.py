@@ -46,12 +46,12 @@ def make_sender(carrier: str, member: Member, config: TransferConfig, notify: No
     )
 
 
-def require_transport(address: str) -> None:
+def require_transport(config: TransferConfig, address: str) -> None:
     """ConfigError where ``address`` (host:port) is on this machine and UCX might reach it by more than TCP.
 
-    What counts is the environment, which UCX reads once: the configured value was put there before its first import.
+    What counts is the environment; the configured value is put there, where it has none, before UCX reads it.
     """
-    tls = os.environ.get("UCX_TLS", "all")
+    tls = os.environ.get("UCX_TLS", config.ucx_tls)
     if tls != "tcp" and is_this_machine(address.rpartition(":")[0]):
         raise ConfigError(
             f"transfer.ucx_tls: {tls!r} between two node ids on one machine; set it to 'tcp' there. UCX's shared-memory "

@@ -31,15 +31,15 @@ def test_a_carrier_that_stays_inside_one_process_is_no_sending_end() -> None:
 
 
 def test_more_than_tcp_between_node_ids_of_one_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_transport("127.0.0.1:7000")
+    require_transport(TransferConfig(), "127.0.0.1:7000")
     monkeypatch.setenv("UCX_TLS", "tcp,cma")
     for here in ("127.0.0.1:7000", "localhost:7000", f"{socket.gethostname()}:7000", "[::1]:7000"):
         with pytest.raises(ConfigError, match="'tcp,cma'"):
-            require_transport(here)
-    require_transport("192.0.2.7:7000")  # another machine
+            require_transport(TransferConfig(), here)
+    require_transport(TransferConfig(), "192.0.2.7:7000")  # another machine
     monkeypatch.delenv("UCX_TLS")
     with pytest.raises(ConfigError, match="'all'"):
-        require_transport("127.0.0.1:7000")
+        require_transport(TransferConfig(ucx_tls="all"), "127.0.0.1:7000")
 
 
 def test_an_unknown_name_is_not_this_machine() -> None:
