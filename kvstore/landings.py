@@ -170,19 +170,17 @@ class Landings:
         if claim is not None and slot in claim.targets:
             claim.targets[slot].bad |= claim.targets[slot].left & (1 << layer)
 
-    def slices(self, landing: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]] | None:
-        """(block, layer) of what landed, and of what was rejected and still misses. None: unknown or fenced."""
+    def missing(self, landing: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]] | None:
+        """(block, layer) of what has not landed, and of that what was rejected. None: unknown or fenced."""
         claim = self._claims.get(landing)
         if claim is None or claim.fenced:
             return None
-        done, bad = [], []
+        missing, bad = [], []
         for target in claim.targets.values():
-            for layer in range(self._layers):
-                if not target.left >> layer & 1:
-                    done.append((target.block, layer))
-                elif target.bad >> layer & 1:
-                    bad.append((target.block, layer))
-        return done, bad
+            if target.left:
+                missing += [(target.block, layer) for layer in range(self._layers) if target.left >> layer & 1]
+                bad += [(target.block, layer) for layer in range(self._layers) if target.bad >> layer & 1]
+        return missing, bad
 
     def settled(self, landing: int) -> bool:
         """Whether waiting for more slices is of no use: all are in, one was rejected, or the landing is over."""

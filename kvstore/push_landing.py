@@ -193,7 +193,7 @@ class PushLanding:
             state = await self._target.state(self.landing.id, 0.0)
             if not state.known:
                 raise TransferFailed(f"landing {self.landing.id} is over at {self._target.name}", peer=self._target.name)
-            self._push_again(self._outstanding() - state.landed, older_than=endpoint)
+            self._push_again(self._outstanding() & state.missing, older_than=endpoint)
             log.info("push_mended", landing=self.landing.id, generation=endpoint.generation)
         except MoonpoolError as e:
             self._fail(e)
@@ -319,7 +319,7 @@ class PushLanding:
 
     def _missing(self, state: LandingState) -> set[Slice]:
         """A landing that is over is no longer ours to complete."""
-        return self._outstanding() - state.landed if state.known else set()
+        return self._outstanding() & state.missing if state.known else set()
 
     async def _say_drained(self) -> None:
         """Not where a write failed in the endpoint's present life: its bytes may still come, so the slots stay fenced."""

@@ -27,11 +27,11 @@ NEXT_LIFE_S = 1.0  # how long a broken connection may be the sign of an endpoint
 
 @dataclass(frozen=True, slots=True)
 class LandingState:
-    """(prompt block, layer) of what landed, and of what was rejected. ``known`` is false once the landing is over."""
+    """(prompt block, layer) of what is missing, and of that what was rejected. ``known`` is false once it is over."""
 
     known: bool
     generation: int
-    landed: frozenset[tuple[int, int]]
+    missing: frozenset[tuple[int, int]]
     rejected: frozenset[tuple[int, int]]
 
 
@@ -79,9 +79,9 @@ class PushTarget:
         """The answer waits up to ``wait_s`` for the landing to be complete, or a slice of it rejected."""
         request = pb.store.LandingRequest(landing=landing, wait_ms=int(wait_s * 1e3))
         reply = await self._call(self._stub.LandingState, request, CALL_S + wait_s)
-        landed = frozenset((one.block, one.layer) for one in reply.landed)
+        missing = frozenset((one.block, one.layer) for one in reply.missing)
         rejected = frozenset((one.block, one.layer) for one in reply.rejected)
-        return LandingState(reply.known, reply.generation, landed, rejected)
+        return LandingState(reply.known, reply.generation, missing, rejected)
 
     async def drain(self, landing: int) -> None:
         request = pb.store.DrainRequest(landing=landing, writer=self._writer.id, writer_incarnation=self._writer.incarnation)

@@ -140,12 +140,12 @@ class StoreService(pb.store_rpc.StoreServicer):
         if request.wait_ms:
             await self._node.verifier.settled(request.landing, min(request.wait_ms, MAX_WAIT_MS) / 1e3)
         reply = pb.store.LandingStateReply(generation=self._node.receiving.generation)
-        found = self._pool.landings.slices(request.landing)
+        found = self._pool.landings.missing(request.landing)
         if found is not None:
             reply.known = True
-            landed, rejected = found
-            reply.landed.extend(pb.store.LandedSlice(block=b, layer=layer) for b, layer in landed)
-            reply.rejected.extend(pb.store.LandedSlice(block=b, layer=layer) for b, layer in rejected)
+            missing, rejected = found
+            reply.missing.extend(pb.store.LandingSlice(block=b, layer=layer) for b, layer in missing)
+            reply.rejected.extend(pb.store.LandingSlice(block=b, layer=layer) for b, layer in rejected)
         return reply
 
     async def EndLanding(self, request: pb.store.LandingRequest, context: Any) -> pb.types.Empty:

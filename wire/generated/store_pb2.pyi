@@ -286,7 +286,7 @@ class LandingRequest(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
-class LandedSlice(message.Message):
+class LandingSlice(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     BLOCK_FIELD_NUMBER: builtins.int
@@ -309,29 +309,31 @@ class LandedSlice(message.Message):
 class LandingStateReply(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
-    LANDED_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     KNOWN_FIELD_NUMBER: builtins.int
     REJECTED_FIELD_NUMBER: builtins.int
     generation: builtins.int
     known: builtins.bool
     @builtins.property
-    def landed(self) -> containers.RepeatedCompositeFieldContainer[LandedSlice]: ...
+    def missing(self) -> containers.RepeatedCompositeFieldContainer[LandingSlice]:
+        """not landed yet"""
+
     @builtins.property
-    def rejected(self) -> containers.RepeatedCompositeFieldContainer[LandedSlice]:
-        """arrived with a wrong digest and not yet landed: push them again"""
+    def rejected(self) -> containers.RepeatedCompositeFieldContainer[LandingSlice]:
+        """those of them that arrived with a wrong digest: push them again"""
 
     def __init__(
         self,
         *,
-        landed: abc.Iterable[LandedSlice] | None = ...,
+        missing: abc.Iterable[LandingSlice] | None = ...,
         generation: builtins.int = ...,
         known: builtins.bool = ...,
-        rejected: abc.Iterable[LandedSlice] | None = ...,
+        rejected: abc.Iterable[LandingSlice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "known", b"known", "landed", b"landed", "rejected", b"rejected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["generation", b"generation", "known", b"known", "missing", b"missing", "rejected", b"rejected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
