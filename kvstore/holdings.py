@@ -5,6 +5,7 @@ Every sealed slot has one index entry, findable or withdrawn; a withdrawn one li
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -14,6 +15,7 @@ from moonpool.core.landing import LandingSlot, SlotRef
 from moonpool.kvstore.index import BlockIndex, Entry, EventLog
 from moonpool.kvstore.slots import SlotMap, SlotState
 
+_UNFIT = re.compile(r"[^A-Za-z0-9_]")
 PLACES = 64  # distinct places of mismatches that are counted by name
 
 
@@ -92,6 +94,8 @@ class Holdings:
             del self._writing[key]
 
     def mismatch(self, place: str) -> None:
+        """Count by ``place``, a short name that comes from a peer: at most ``PLACES`` of them, made fit to be a metric's."""
+        place = _UNFIT.sub("_", place[:32])
         self.mismatches[place if place in self.mismatches or len(self.mismatches) < PLACES else "other"] += 1
 
     def ref(self, entry: Entry) -> SlotRef:

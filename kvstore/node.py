@@ -196,7 +196,7 @@ class StoreNode:
 
     async def _notice(self, frame: bytes) -> None:
         try:
-            await self.verifier.take(frame)
+            await self.verifier.take(frame, "" if self.receiving.receiver is None else self.receiving.receiver.carrier)
         except InvalidRequest as e:
             log.warning("notice_refused", error=e.message)
 
@@ -232,14 +232,15 @@ class StoreNode:
             "pidfds": agent.watched,
             "hand_overs_refused": agent.refused,
             "slices_pending": self.verifier.pending,
-            "bytes_landed": self.verifier.bytes_landed,
+            "bytes_landed": self.verifier.bytes_landed.total(),
             "bytes_sent": self.pusher.bytes_sent(),
             "endpoint_remakes": self.receiving.remakes,
             "endpoint_generation": self.receiving.generation,
             "receiver_open": self.receiving.opened,
             "pool_bytes": self.slots.total * self.layout.slot_bytes,
         }
-        return self.pool.numbers() | own | self.fetcher.numbers()
+        landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
+        return self.pool.numbers() | own | landed | self.fetcher.numbers()
 
     def words(self) -> dict[str, str]:
         receiver = self.receiving.receiver

@@ -126,7 +126,8 @@ class StoreService(pb.store_rpc.StoreServicer):
             await abort(
                 context, InvalidRequest(f"notify: more than {MAX_FRAMES} frames or {MAX_NOTICE_BYTES} bytes", param="frames")
             )
-        results = await asyncio.gather(*map(self._node.verifier.take, request.frames), return_exceptions=True)
+        taken = [self._node.verifier.take(frame, "segment") for frame in request.frames]
+        results = await asyncio.gather(*taken, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 await abort(context, result)
@@ -183,7 +184,7 @@ class StoreService(pb.store_rpc.StoreServicer):
         return pb.types.Empty()
 
     async def Quarantine(self, request: pb.store.QuarantineRequest, context: Any) -> pb.types.Empty:
-        self._pool.quarantine(request.key, request.place[:MAX_NAME])
+        self._pool.quarantine(request.key, request.place[:MAX_NAME] or "unnamed")
         self._node.changed()
         return pb.types.Empty()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -43,9 +44,9 @@ class Verifier:
         self._threads = ThreadPoolExecutor(2, "store verify")
         self._pulse = asyncio.Event()
         self.pending = 0
-        self.bytes_landed = 0
+        self.bytes_landed: Counter[str] = Counter()  # by carrier
 
-    async def take(self, frame: bytes) -> None:
+    async def take(self, frame: bytes, carrier: str) -> None:
         """Returns when every slice that the notice announces is verified, or known to need no verification."""
         loop = asyncio.get_running_loop()
         try:
@@ -67,7 +68,7 @@ class Verifier:
             right = await loop.run_in_executor(self._threads, self._check, expected, notice.layer)
         finally:
             self.pending -= len(expected)
-        self._settle(notice, expected, right)
+        self._settle(notice, expected, right, carrier)
 
     def _check(self, expected: list[Expected], layer: int) -> list[bool]:
         return [
@@ -75,7 +76,7 @@ class Verifier:
             for e in expected
         ]
 
-    def _settle(self, notice: PushNotice, expected: list[Expected], right: list[bool]) -> None:
+    def _settle(self, notice: PushNotice, expected: list[Expected], right: list[bool], carrier: str) -> None:
         landings = self._pool.landings
         claim = landings.get(notice.landing)
         reader = None if claim is None else claim.ask.reader
@@ -91,7 +92,7 @@ class Verifier:
                 slices.mark(self._layout, view, one.ref.offset, notice.layer, one.valid, one.digest)
                 landings.landed(notice.landing, one.slot, notice.layer, now)
                 blocks.append(one.block)
-                self.bytes_landed += sum(length for _, length in self._layout.pieces(one.valid))
+                self.bytes_landed[carrier] += sum(length for _, length in self._layout.pieces(one.valid))
         if blocks:
             self._on_landed(
                 reader,
