@@ -13,6 +13,9 @@ PATIENCE_S = 40.0
 
 def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Settings = None) -> None:
     """Stop the cluster in order; end what an earlier one left behind."""
+    from moonpool.cluster.launch.supervisor import region_directory
+    from moonpool.kvstore.regions import reclaim
+
     running = find(name, config_file, settings)
     if running.state is not None:
         supervisor = running.state.supervisor
@@ -25,6 +28,7 @@ def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Set
             say(f"process {supervisor.pid} does not end; killed")
             supervisor.signal(signal.SIGKILL)
     left = running.state_dir.end_leftovers()
+    reclaim(region_directory(running.config.store))
     running.state_dir.clear()
     if left:
         say(f"ended what was left: {', '.join(left)}")

@@ -65,6 +65,7 @@ class Process:
         self._peers: Membership | None = None
         self._reporter: Reporter | None = None
         self._rejoin: asyncio.Task[None] | None = None
+        self._closing = False
         self._health = HealthServicer()
         self._server = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
@@ -104,6 +105,7 @@ class Process:
     async def close(self) -> None:
         """Leaves in order: no new work, the service's own end, the registry, the server. Bounded by ``CLOSE_S``."""
         self._log.info("closing")
+        self._closing = True
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._set_serving(False)
@@ -138,6 +140,8 @@ class Process:
     def _fenced(self, why: str) -> None:
         """This life is over. Who holds slots or pins ends at once, with what is still in its sockets: no orderly close."""
         self._log.error("fenced", why=why)
+        if self._closing:  # nothing of its is in flight any more, and what it still has to put away is its own
+            return
         self._say(f"fenced: {why}")
         if self.spec.role not in HOLDS_NO_KV:
             self._die(EXIT_FENCED)

@@ -8,6 +8,8 @@ from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config
 from moonpool.core.ids import MemberId, NodeId, Role
 
+SPARE = 0.1  # of the memory file system: left to others
+
 # A stage starts once every process of the one before has joined: workers need their host's store node.
 STAGES: tuple[tuple[Role, ...], ...] = (
     (Role.STORE,),
@@ -31,6 +33,15 @@ def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpe
                     stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, model_dir))
         stages.append(stage)
     return stages
+
+
+def with_shared_pool(config: Config, *, memory: int, space: int) -> Config:
+    """Where ``store.pool_bytes`` is left open, the nodes of one machine share half of its free ``memory`` (and ``space``)."""
+    nodes = len(config.cluster.nodes)
+    if config.store.pool_bytes or nodes < 2:
+        return config
+    share = min(memory // 2, int(space * (1 - SPARE))) // nodes
+    return config.model_copy(update={"store": config.store.model_copy(update={"pool_bytes": share})})
 
 
 def _own_port(config: Config, number: int) -> Config:

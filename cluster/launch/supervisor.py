@@ -12,17 +12,20 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from moonpool.cluster.launch.death_watch import DeathWatch
-from moonpool.cluster.launch.plan import plan
+from moonpool.cluster.launch.plan import plan, with_shared_pool
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.process import Say
 from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.config import Config
+from moonpool.core.config import Config, StoreConfig
 from moonpool.core.errors import ConfigError, NoPath
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Liveness, Member
+from moonpool.kvstore.regions import DEFAULT_DIRECTORY, free_memory, reclaim
 
 STAGE_S = 600.0  # a process that neither joined nor ended by then is stuck
 READY_S = 60.0
@@ -64,7 +67,8 @@ class Supervisor:
         self._state.write(state)
         peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why: None)
         self._deaths = DeathWatch(peers)
-        for stage in plan(self._config, registry=address, model_dir=model_dir):
+        config = with_shared_pool(self._config, memory=free_memory(), space=_space(region_directory(self._config.store)))
+        for stage in plan(config, registry=address, model_dir=model_dir):
             self._say(f"starting {', '.join(spec.member for spec in stage)}")
             for spec in stage:
                 await self._launcher.start(spec)
@@ -91,6 +95,7 @@ class Supervisor:
         left = await asyncio.to_thread(self._state.end_leftovers)
         if left:
             self._say(f"ended what was left: {', '.join(left)}")
+        await asyncio.to_thread(reclaim, region_directory(self._config.store))
         self._state.clear()
         self._say("stopped")
 
@@ -147,6 +152,20 @@ def require_free_port(config: Config) -> None:
                     f"gateway.port: cannot listen on {host}:{number} ({e.strerror}); stop what uses it or give --port",
                     param="gateway.port",
                 ) from e
+
+
+def region_directory(store: StoreConfig) -> Path:
+    return Path(store.directory) if store.directory else DEFAULT_DIRECTORY
+
+
+def _space(folder: Path) -> int:
+    try:
+        return int(psutil.disk_usage(str(folder)).free)
+    except OSError as e:
+        raise ConfigError(
+            f"store.directory: cannot use {folder}: {e.strerror}; give a folder on a memory file system",
+            param="store.directory",
+        ) from e
 
 
 def _reachable(host: str) -> str:
