@@ -58,9 +58,9 @@ async def busy_prefill(cluster: LocalCluster) -> str:
     while time.monotonic() < until:
         numbers = await asyncio.to_thread(cluster.numbers)
         for name in PREFILLS:
-            if numbers.get(name, {}).get("requests_running"):
-                if numbers["store-b"]["slots_reserved"] and numbers["store-b"]["landings_open"]:
-                    return name
+            running = numbers.get(name, {}).get("requests_running")
+            if running and numbers["store-b"]["slots_reserved"] and numbers["store-b"]["landings_open"]:
+                return name
         await asyncio.sleep(0.02)
     raise AssertionError(f"no prefill worker began\n{cluster.log()}")
 
