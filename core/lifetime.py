@@ -6,6 +6,8 @@ instants of two machines.
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -40,3 +42,24 @@ class Lifetime:
         if earlier in self.at and later in self.at:
             return self.at[later] - self.at[earlier]
         return None
+
+
+class Lives:
+    """The newest lifetimes of one process, oldest first."""
+
+    def __init__(self, kept: int = 256) -> None:
+        self._kept: deque[tuple[str, int, Lifetime]] = deque(maxlen=kept)
+
+    def add(self, request: str, attempt: int, life: Lifetime) -> None:
+        self._kept.append((request, attempt, life))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def newest(self) -> Lifetime | None:
+        return self._kept[-1][2] if self._kept else None
+
+    def to_json(self, last: int) -> str:
+        """``[[request, attempt, {instant: seconds}], ...]`` of the ``last`` newest. One machine, one clock."""
+        lives = list(self._kept)[-last:]
+        return json.dumps([[request, attempt, {i.value: t for i, t in life.at.items()}] for request, attempt, life in lives])

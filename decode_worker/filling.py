@@ -20,6 +20,7 @@ from moonpool.core.errors import Busy, Failure, Reason
 from moonpool.core.handoff import FirstToken, PrefillJob
 from moonpool.core.ids import RequestId, Role
 from moonpool.core.landing import Landed
+from moonpool.core.lifetime import Instant
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.copier import Copier
@@ -150,8 +151,10 @@ class Filler:
 
     def over(self, live: Live) -> None:
         """Joined or released: notices about it are of no interest any more."""
-        self._handoffs.pop(live.sequence.name, None)
+        handoff = self._handoffs.pop(live.sequence.name, None)
         live.stop = None
+        if handoff is not None and handoff.last_landed:
+            live.life.stamp(Instant.LAST_LAYER_LANDED, handoff.last_landed)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -67,6 +68,7 @@ class Handoff:
         self.prefill = prefill
         self.client = client
         self.drained: Drained | None = None
+        self.last_landed = 0.0  # when the newest notice came
         self._job = job
         self._sequence = sequence
         self._copier = copier
@@ -99,6 +101,7 @@ class Handoff:
         await asyncio.gather(*self._loose)
 
     def landed(self, landed: Landed) -> None:
+        self.last_landed = time.monotonic()
         self._tell(lambda: self._sink.landed(landed))
 
     def fail(self, failure: Failure) -> None:

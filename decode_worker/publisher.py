@@ -70,9 +70,9 @@ class BlockPublisher:
                 self._under_way = len(batch)
                 publishing = asyncio.create_task(self._publish(batch))
                 try:
-                    await asyncio.shield(publishing)
+                    await asyncio.wait({publishing})
                 except asyncio.CancelledError:
-                    await publishing
+                    await asyncio.wait({publishing})  # the store copies from the pages until then
                     raise
                 finally:
                     self._under_way = 0
@@ -93,9 +93,9 @@ class BlockPublisher:
         try:
             pages = [(block.key, self._engine.kv_bytes[block.page].reshape(-1)) for block in batch]
             self.stored += await store.publish(pages, batch[0].parent)
-        except MoonpoolError as e:
+        except Exception as e:
             self.given_up += len(batch)
-            log.warning("%d blocks not published: %s", len(batch), e)
+            log.warning("%d blocks not published: %s", len(batch), e, exc_info=not isinstance(e, MoonpoolError))
 
     def _release(self, blocks: Sequence[CompletedBlock] | deque[CompletedBlock]) -> None:
         if blocks:

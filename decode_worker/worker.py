@@ -23,7 +23,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Busy, Cancelled, DeadlinePassed, Failure, MoonpoolError
 from moonpool.core.handoff import FirstToken
 from moonpool.core.ids import RequestId, Role
-from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.lifetime import Instant, Lives
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, PrefillTiming, WorkerReport
 from moonpool.core.placement import Placement
 from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
@@ -40,7 +40,7 @@ from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
 from moonpool.engine.sampler import finish_reason
 
-KEPT_LIVES = 256
+TOLD_LIVES = 32  # in ``words``
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +57,7 @@ class DecodeWorker:
         self._broken: Failure | None = None
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
         self._counts: Counter[str] = Counter()
-        self.lives: deque[tuple[RequestId, int, Lifetime]] = deque(maxlen=KEPT_LIVES)
+        self.lives = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
 
     @classmethod
@@ -116,7 +116,10 @@ class DecodeWorker:
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         remote = placement.prefill.id != self._member.id
         sequence = Sequence(attempt, hasher, token_limit(self._engine), remote)
-        self._steps.add(sequence)
+        try:
+            self._steps.add(sequence)
+        except Busy as e:
+            raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
         live = Live(attempt, placement, stream, sequence)
         live.life.stamp(Instant.ADMITTED, time.monotonic())
         live.deadline = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, live)
@@ -132,7 +135,7 @@ class DecodeWorker:
     def fill(self, admission: Admission) -> None:
         live = self._attempts.get(*admission.sequence.name)
         assert live is not None  # an attempt that ended is in no queue
-        live.life.stamp(Instant.PREFILL_BEGUN, time.monotonic())
+        live.life.stamp(Instant.QUEUED if live.sequence.remote else Instant.PREFILL_BEGUN, time.monotonic())
         if admission.copy is not None:
             shared, private = admission.copy
             self._engine.kv_bytes[private] = self._engine.kv_bytes[shared]
@@ -143,9 +146,10 @@ class DecodeWorker:
         live = self._attempts.get(*sequence.name)
         if live is None:
             return
-        if live.emitted == 0 and not sequence.remote:
+        ends = self._emit(live, sampled)
+        if live.emitted == 1 and not sequence.remote:
             self._note_prefill(live)
-        if self._emit(live, sampled):
+        if ends:
             self._abort(live, None)
 
     def failed(self, sequence: Sequence, failure: Failure) -> None:
@@ -177,7 +181,7 @@ class DecodeWorker:
 
     def _note_prefill(self, live: Live) -> None:
         """A prompt computed here has its first token."""
-        seconds = time.monotonic() - live.life.at[Instant.PREFILL_BEGUN]
+        seconds = live.life.between(Instant.PREFILL_BEGUN, Instant.FIRST_TOKEN) or 0.0
         self._prefills.append(
             PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, live.load_seconds, live.loaded_tokens)
         )
@@ -237,7 +241,7 @@ class DecodeWorker:
         if live.deadline is not None:
             live.deadline.cancel()
         live.life.stamp(Instant.FINISHED, time.monotonic())
-        self.lives.append((live.request, live.attempt.number, live.life))
+        self.lives.add(live.request, live.attempt.number, live.life)
         if last is not None:
             live.stream.put(last)
         return True
@@ -279,6 +283,7 @@ class DecodeWorker:
             "model": self._member.model,
             "layout": self._engine.layout.fingerprint,
             "state": self._broken.message if self._broken else "computing",
+            "lives": self.lives.to_json(TOLD_LIVES),
         }
 
     def report(self) -> WorkerReport:

@@ -171,6 +171,12 @@ class StoreClient:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as e:
             raise error_of(e, f"the store node at {self.address}") from e
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # ``close`` ended the channel under the call: our caller was not cancelled and must not believe so.
+            raise PeerSilent(f"the session with the store node at {self.address} was closed", peer=self.address) from None
 
     def _keys(self, keys: Sequence[bytes], parent: bytes | None = None) -> pb.store.KeysRequest:
         return pb.store.KeysRequest(session=self._number, keys=keys, layout=self.layout.fingerprint, parent=parent or b"")

@@ -64,8 +64,9 @@ class ChunkPlanner:
         self._chunks = 0
 
     @property
-    def waiting(self) -> int:
-        return sum(1 for entry in self._jobs.values() if entry.stage is Stage.WAITING)
+    def queued(self) -> int:
+        """Jobs of which nothing is computed yet."""
+        return sum(1 for entry in self._jobs.values() if entry.stage is not Stage.COMPUTING)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -74,9 +75,9 @@ class ChunkPlanner:
         """Queue a job of ``total`` tokens (at least one). Busy when the queue is full."""
         if key in self._jobs:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is queued already")
-        if self.waiting >= self._queue_limit:
+        if self.queued >= self._queue_limit:
             raise Busy(
-                f"{self.waiting} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
+                f"{self.queued} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
             )
         self._order += 1
         self._jobs[key] = _Entry(total, lane, now, self._order)

@@ -133,7 +133,6 @@ class HandoffSource:
         self._first: FirstToken | None = None
         self._stopped = False
         self._drained: Drained | None = None
-        self._failure: Failure | None = None
         self._story: list[str] = []
 
     @property
@@ -217,17 +216,14 @@ class HandoffSource:
         self._move(fact, failure.message)
         if before in (State.ABANDONING, State.ENDED):
             return []
-        self._failure = failure
-        if before is State.QUEUED:
-            return [EmitFailure(failure), ReleasePages()]
-        return [Abandon()]
+        # At once: the reader goes on to its next attempt while this one is cleaned up.
+        return [EmitFailure(failure), ReleasePages() if before is State.QUEUED else Abandon()]
 
     def _end_when_quiet(self) -> list[Action]:
         if self.state is not State.ABANDONING or not self._stopped or self._drained is None:
             return []
-        assert self._failure is not None
         self.state = State.ENDED
-        return [EmitFailure(self._failure), ReleasePages()]
+        return [ReleasePages()]
 
     def _move(self, fact: Fact, detail: str) -> None:
         self._story.append(f"{self.state} <- {fact} {detail}".rstrip())

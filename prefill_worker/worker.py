@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import grpc
 from moonpool.core.blocks import BlockHasher, load_hash_key
 from moonpool.core.config import Config
 from moonpool.core.errors import (
+    Busy,
     Cancelled,
     DeadlinePassed,
     Failure,
@@ -29,7 +30,7 @@ from moonpool.core.errors import (
 )
 from moonpool.core.handoff import Drained, PrefillEvent, PrefillJob
 from moonpool.core.ids import RequestId, Role
-from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.lifetime import Instant, Lives
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, WorkerReport
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
@@ -41,7 +42,7 @@ from moonpool.prefill_worker.runner import Runner
 from moonpool.prefill_worker.service import PrefillFace
 
 MAX_TIMINGS = 1_024
-KEPT_LIVES = 256
+TOLD_LIVES = 32  # in ``words``
 CLOSE_S = 5.0  # for jobs to drain when the worker leaves
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class PrefillWorker:
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
         self._counts: Counter[str] = Counter()
-        self.lives: deque[tuple[RequestId, int, Lifetime]] = deque(maxlen=KEPT_LIVES)
+        self.lives = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._loop_task = asyncio.create_task(self._run(), name="prefill")
 
@@ -113,7 +114,10 @@ class PrefillWorker:
             raise Cancelled(f"attempt {attempt.number} of {request} is replaced by attempt {self._newest[request]}")
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         work = Job(job, self._engine, hasher, self._quiet)
-        self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic())
+        try:
+            self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic())
+        except Busy as e:
+            raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
         if older := self._jobs.get((request, self._newest.get(request, -1))):
             self._cancel(older, Failure(Reason.CANCELLED, f"attempt {attempt.number} replaces this one"))
         self._newest[request] = attempt.number
@@ -148,7 +152,7 @@ class PrefillWorker:
             if self._newest.get(RequestId(request)) == number:
                 del self._newest[RequestId(request)]
         work.life.stamp(Instant.FINISHED, time.monotonic())
-        self.lives.append((RequestId(work.key[0]), work.key[1], work.life))
+        self.lives.add(*work.key, work.life)
         self._wake.set()
 
     def _peer_changed(self, change: MemberChange) -> None:
@@ -200,8 +204,8 @@ class PrefillWorker:
             "pages_free": pages.free,
             "pages_cached": pages.cached,
             "requests_live": len(self._jobs),
-            "requests_waiting": self._planner.waiting,
-            "requests_running": len(self._planner) - self._planner.waiting,
+            "requests_waiting": self._planner.queued,
+            "requests_running": len(self._planner) - self._planner.queued,
             "requests_draining": len(self._jobs) - len(self._planner),
             "store_connected": float(self._link.client is not None),
             "threads": threading.active_count(),
@@ -209,7 +213,12 @@ class PrefillWorker:
         }
 
     def words(self) -> dict[str, str]:
-        return {"model": self._member.model, "layout": self._engine.layout.fingerprint, "carriers": self._pusher.carriers()}
+        return {
+            "model": self._member.model,
+            "layout": self._engine.layout.fingerprint,
+            "carriers": self._pusher.carriers(),
+            "lives": self.lives.to_json(TOLD_LIVES),
+        }
 
     def report(self) -> WorkerReport:
         prefills = tuple(self._runner.timings)

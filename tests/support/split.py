@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -52,9 +53,10 @@ class Split:
     async def idle(self, seconds: float = 2.0) -> None:
         """Until nobody holds pages, slots or pins; within ``seconds``."""
         await idle(self.decode, seconds)
-        async with asyncio.timeout(seconds):
-            while any(self.busy().values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        deadline = time.monotonic() + seconds
+        while any(self.busy().values()):
+            assert time.monotonic() < deadline, {name: value for name, value in self.busy().items() if value}
+            await asyncio.sleep(0.005)
 
     def busy(self) -> dict[str, float]:
         out: dict[str, float] = {}
@@ -118,7 +120,7 @@ async def split_path(
             | {
                 "store": {"pool_bytes": slots * layout.slot_bytes, "region_bytes": 1 << 20, "directory": str(folder)},
                 "transfer": {"carrier": carrier},
-                "timing": {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
+                "timing": base.timing.model_dump() | {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
                 "cluster": base.cluster.model_dump() | {"name": folder.name[:40], "state_dir": str(folder)},
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,7 +205,9 @@ def generate(engine: Engine, request: Request) -> list[int]:
 
 async def idle(worker: DecodeWorker, seconds: float = 2.0) -> None:
     """Until nothing is live, running, filling or waiting, and no page is in use; within ``seconds``."""
-    async with asyncio.timeout(seconds):
-        # A page goes when the last of several tasks lets go of it: there is no one event to wait for.
-        while any(worker.numbers()[n] for n in ("requests_live", "requests_running", "requests_filling", "pages_used")):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    names = ("requests_live", "requests_running", "requests_filling", "pages_used")
+    deadline = time.monotonic() + seconds
+    # A page goes when the last of several tasks lets go of it: there is no one event to wait for.
+    while any(worker.numbers()[name] for name in names):
+        assert time.monotonic() < deadline, {name: value for name, value in worker.numbers().items() if value}
+        await asyncio.sleep(0.005)
