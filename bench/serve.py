@@ -130,7 +130,7 @@ async def measure(url: str, other: OtherSide, repeats: int, say: Callable[[str],
 
 
 class _Turns:
-    """Ours, theirs, ours, theirs: one sample of each per call."""
+    """Ours, theirs, ours, theirs: one sample of each per call. Theirs blocks the event loop: nothing of ours runs meanwhile."""
 
     def __init__(self, client: _Client, other: OtherSide) -> None:
         self._client = client
@@ -148,7 +148,7 @@ class _Turns:
         await asyncio.sleep(_SETTLE_S)
         warm = await self._client.ask(self._turn, length, 4)
         await asyncio.sleep(_SETTLE_S)
-        theirs = await asyncio.to_thread(self._other.first_token_ms, length, self._turn)
+        theirs = self._other.first_token_ms(length, self._turn)
         await asyncio.sleep(_SETTLE_S)
         if keep:
             self._add(f"ttft_{length}_ms", _ttft_ms(cold))
@@ -161,7 +161,7 @@ class _Turns:
         asked = [self._client.ask(self._turn * 1_000 + row, _PROMPT, _OUTPUT) for row in range(batch)]
         ours = together_ms(await asyncio.gather(*asked))
         await asyncio.sleep(_SETTLE_S)
-        theirs = await asyncio.to_thread(self._other.per_token_ms, batch, _PROMPT, _OUTPUT, self._turn)
+        theirs = self._other.per_token_ms(batch, _PROMPT, _OUTPUT, self._turn)
         await asyncio.sleep(_SETTLE_S)
         if keep:
             self._add(f"tpot_{batch}_ms", ours)
