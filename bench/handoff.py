@@ -39,7 +39,8 @@ from moonpool.core.errors import ConfigError
 TOKENS = 2_048
 LENGTHS = (500, 2_049)
 SHORT = 17
-FREE, THROTTLED = "prefill-0", "prefill-1"  # two writers: a sending end's throttle is fixed
+_BLOCK_TOKENS = 64
+FREE = "prefill-0"
 Run = dict[str, Any]
 Say = Callable[[str], None]
 
@@ -49,49 +50,66 @@ def handoff(
     model: str = "smollm2",
     *,
     repeats: int = 3,
+    tokens: int = TOKENS,
+    lengths: tuple[int, ...] = LENGTHS,
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
-    """Measure; see the module for the keys. ConfigError: bad options, a side that does not start, a push that fails."""
+    """Measure; see the module for the keys. ConfigError: bad options, a side that does not start, a push that fails.
+
+    ``tokens`` are those of the timed prompts, ``lengths`` those whose overhead counts.
+    """
     if carrier not in ("ucx", "segment"):
         raise ConfigError(f"carrier: {carrier!r} does not join two processes; use ucx or segment", param="carrier")
     if repeats < 1:
         raise ConfigError(f"repeats: {repeats} is too few; use 1 or more", param="repeats")
     model_dir = local_model(model, say)
     machine = machine_facts()
-    with _sides(carrier, model_dir) as sides:
-        return {"model": model, **_measure(sides, repeats, say), "machine": machine}
+    with _sides(carrier, model_dir, max(tokens, *lengths), repeats) as sides:
+        timed = _times(sides, tokens, repeats, say)
+        return {"model": model, **timed, **_overheads(sides, lengths), "transport": sides.transport(), "machine": machine}
 
 
-def _measure(sides: _Sides, repeats: int, say: Say) -> dict[str, Any]:
+def _times(sides: _Sides, tokens: int, repeats: int, say: Say) -> dict[str, Any]:
+    """Without a throttle, with one, and afterwards, in turns: a machine that speeds up or slows down does so for all."""
     say("warming up")
-    sides.run(TOKENS, FREE)
-    free = [sides.run(TOKENS, FREE) for _ in range(repeats)]
-    prefill_s = statistics.median(_prefill_ns(one) for one in free) / 1e9
-    say(f"prefill of {TOKENS} tokens: {prefill_s * 1e3:.0f} ms; exposed {_exposed(free):.4f} of it")
-    rate = TOKENS * sides.token_bytes / (0.5 * prefill_s)
-    throttled = [sides.run(TOKENS, THROTTLED, rate) for _ in range(repeats)]
-    say(f"throttled to {rate / 1e6:.0f} MB/s: exposed {_exposed(throttled):.4f}")
-    bulk = [sides.run(TOKENS, THROTTLED, rate, layered=False) for _ in range(repeats)]
-    say(f"pushed afterwards: exposed {_exposed(bulk):.4f}")
-    overhead = {n: sides.run(n, FREE)["bytes"] / (n * sides.token_bytes) for n in (*LENGTHS, SHORT)}
+    sides.run(tokens, FREE)
+    free, throttled, bulk, rates = [], [], [], []
+    for repeat in range(repeats):
+        free.append(sides.run(tokens, FREE))
+        rates.append(tokens * sides.token_bytes / (0.5 * _prefill_ns(free[-1]) / 1e9))
+        throttled.append(sides.run(tokens, _throttled(repeat), rates[-1]))
+        bulk.append(sides.run(tokens, _throttled(repeat), rates[-1], layered=False))
+        exposed = [_exposed([runs[-1]]) for runs in (free, throttled, bulk)]
+        say(
+            f"prefill {_prefill_ns(free[-1]) / 1e6:.0f} ms; exposed {exposed[0]:.4f} of it, at {rates[-1] / 1e6:.0f} MB/s "
+            f"{exposed[1]:.4f}, pushed afterwards {exposed[2]:.4f}"
+        )
     return {
         "exposed_fraction": _exposed(throttled),
         "exposed_fraction_bulk": _exposed(bulk),
         "exposed_fraction_unthrottled": _exposed(free),
         "exposed_ms": statistics.median(map(_exposed_ns, throttled)) / 1e6,
         "exposed_unthrottled_ms": statistics.median(map(_exposed_ns, free)) / 1e6,
-        "prefill_ms": prefill_s * 1e3,
+        "prefill_ms": statistics.median(map(_prefill_ns, free)) / 1e6,
         "push_layer_us": statistics.median(us for one in free for us in one["push_us"]),
-        "wire_overhead": max(overhead[n] for n in LENGTHS),
-        **{f"wire_overhead_{n}": value for n, value in overhead.items()},
         "carrier": free[0]["carrier"],
-        "transport": sides.transport(),
-        "throttle_bytes_per_s": rate,
+        "throttle_bytes_per_s": statistics.median(rates),
         "samples": {
             name: [_exposed_ns(one) / _prefill_ns(one) for one in runs]
             for name, runs in (("throttled", throttled), ("bulk", bulk), ("unthrottled", free))
         },
     }
+
+
+def _overheads(sides: _Sides, lengths: tuple[int, ...]) -> dict[str, float]:
+    found = {n: sides.run(n, FREE)["bytes"] / (n * sides.token_bytes) for n in (*lengths, SHORT)}
+    each = {f"wire_overhead_{n}": value for n, value in found.items()}
+    return {"wire_overhead": max(found[n] for n in lengths), **each}
+
+
+def _throttled(repeat: int) -> str:
+    """A writer of its own: the throttle of a sending end is fixed."""
+    return f"prefill-{repeat + 1}"
 
 
 def _prefill_ns(run: Run) -> int:
@@ -172,14 +190,14 @@ class _Sides:
 
 
 @contextmanager
-def _sides(carrier: str, model_dir: Path) -> Iterator[_Sides]:
+def _sides(carrier: str, model_dir: Path, tokens: int, repeats: int) -> Iterator[_Sides]:
     given = {
         "model_dir": str(model_dir),
         "carrier": carrier,
         "ucx_net_devices": "lo" if carrier == "ucx" else "",
-        "writers": [FREE, THROTTLED],
+        "writers": [FREE, *map(_throttled, range(repeats))],
         "writer_node": "a" if carrier == "ucx" else "b",
-        "pages": 40,
+        "pages": -(-tokens // _BLOCK_TOKENS),
         "pool_bytes": 256 * MIB,
     }
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -152,6 +153,29 @@ async def test_a_fault_that_happens_once_ends_in_a_complete_landing(tmp_path: Pa
             assert s.node.numbers()["slots_fenced"] > 0
             await s.node.remake()
         await s.require_idle(landing)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_any_mix_of_faults_ends_complete_or_failed_in_bounded_time_with_the_pages_free(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def some() -> frozenset[int]:
+        return frozenset(number for number in range(40) if chance.random() < 0.15)
+
+    faults = Faults(drop=some(), duplicate=some(), reorder=some(), corrupt=some(), cut=frozenset(sorted(some())[:1]))
+    async with scene(tmp_path, faults) as s:
+        landings = [await s.grant(f"r{i}", block_keys(f"k{i}", 2), 0) for i in range(3)]
+        for layer in range(LAYOUT.layers):
+            for landing in landings:
+                await asyncio.to_thread(s.push, landing, range(layer, layer + 1))
+        await asyncio.wait_for(asyncio.gather(*(landing.drain() for landing in landings)), 30)
+        for landing in landings:
+            if landing.failure is None:
+                s.require_all_bytes(landing)
+            await s.client.end_landing(landing.landing.id)
+        await s.node.remake()
+        numbers = s.node.numbers()
+        assert numbers["slots_fenced"] == numbers["slots_reserved"] == numbers["pins"] == numbers["receiver_open"] == 0
 
 
 async def test_a_slice_that_lands_wrong_every_time_fails_the_landing_in_bounded_time(tmp_path: Path) -> None:
