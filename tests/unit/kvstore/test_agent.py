@@ -112,7 +112,7 @@ async def test_descriptors_do_not_pile_up(scene: Scene) -> None:
         await asyncio.to_thread(hand_over, str(scene.agent.path), 7)
         with pytest.raises(TransferFailed):
             await asyncio.to_thread(hand_over, str(scene.agent.path), 8)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_the_socket_is_private_and_a_newer_life_takes_it_over(scene: Scene, tmp_path: Path) -> None:
