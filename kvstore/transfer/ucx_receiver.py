@@ -8,6 +8,7 @@ alone is none, and unmapping memory under a writer would kill this process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class UcxReceiver:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ucx-receive", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # an interpreter that ends under the thread would end in an abort
 
     def register(self, regions: Sequence[Region], views: Sequence[NDArray[np.uint8]]) -> None:
         """Blocks while the agent is made."""
@@ -85,6 +87,7 @@ class UcxReceiver:
         if not self._stopping:
             self._call(self._end).exception()
         self._thread.join()
+        atexit.unregister(self.close)
 
     # Below: on the thread.
 

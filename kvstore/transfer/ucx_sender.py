@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -35,6 +36,7 @@ class UcxSender:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ucx-send", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # an interpreter that ends under the thread would end in an abort
 
     def register(self, memories: Sequence[NDArray[np.uint8]]) -> None:
         memory_extents(memories)  # a wrong shape is the caller's to hear
@@ -62,6 +64,7 @@ class UcxSender:
     def close(self) -> None:
         self._close(TransferFailed("the sending end is closed"))
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _submit(self, call: Callable[[], None], future: Future[None] | None = None) -> None:
         with self._lock:

@@ -166,6 +166,8 @@ def _send(size: int) -> None:
                 _answer([type(one.exception(30)).__name__ for one in pushed])
             case "end":
                 break
+            case "leave":  # without closing anything
+                return
     sender.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ucx_peer import Peer, from_json, map_file, pattern, peer, receiving_peer, to_json, who
+from support.ucx_peer import from_json, map_file, pattern, peer, receiving_peer, to_json, who
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Bug, PeerSilent, TransferFailed
@@ -252,7 +252,13 @@ def _cpu_ticks(tasks: set[int | None]) -> int:
     return total
 
 
-def test_a_process_that_used_both_ends_exits_cleanly() -> None:
-    with peer("send", "4096") as other:
-        assert isinstance(other, Peer)
-        assert other.end() == 0
+def test_a_process_that_leaves_with_pushes_in_flight_and_nothing_closed_exits_cleanly(tmp_path: Path) -> None:
+    with receiving_peer(tmp_path / "r", SIZE) as target, peer("send", str(SIZE)) as other:
+        target.ask("open")
+        to = to_json(target.endpoint())
+        other.ask("connect", target=to)
+        for _ in range(20):
+            other.ask("push", target=to, rows=[[0, 0, 0, 0, SIZE]], frame="00")
+        other.tell("leave")
+        assert other.process.wait(30) == 0
+        assert target.end() == 0
