@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class Split:
     decode_engine: Engine
     gateway: Gateway
     asker: Asker
-    stops: dict[str, Any] = field(default_factory=dict)
 
     def place(self, prefill: int = 0, segments: Sequence[Segment] = ()) -> None:
         """Where the next requests go."""
@@ -106,10 +105,10 @@ async def split_path(
     decode_pages: int | None = None,
     prefill_pages: int | None = None,
     prefill_config: dict[str, Any] | None = None,
-    senders: Any = None,
+    decode_kind: type[DecodeWorker] = DecodeWorker,
     **engine: Any,
 ) -> AsyncIterator[Split]:
-    """``nodes``: of the prefill workers, of the decode worker; one store node for each node."""
+    """``nodes``: of the prefill workers, of the decode worker; one store node for each node. No prefill worker: role both."""
     base = config_for(model, **engine)
     async with AsyncExitStack() as stack:
         probe = load_engine(base, model, threads=1, cache=model)
@@ -154,9 +153,9 @@ async def split_path(
             for i in range(prefills)
         ]
         decode, decode_member, decode_engine = await worker(
-            DecodeWorker, "decode-0", Role.DECODE, nodes[1], decode_pages, config
+            decode_kind, "decode-0", Role.DECODE if prefills else Role.BOTH, nodes[1], decode_pages, config
         )
-        gateway = Gateway(decode, Placement(ref(made[0][1]), ref(decode_member)))
+        gateway = Gateway(decode, Placement(ref(made[0][1] if made else decode_member), ref(decode_member)))
         stack.push_async_callback(gateway.close)
         yield Split(
             config,
