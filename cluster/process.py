@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -99,8 +99,19 @@ class Process:
         if not self._ended.done():
             self._ended.set_result(code)
 
-    async def ended(self) -> int:
-        return await asyncio.shield(self._ended)
+    async def live(self) -> tuple[int, str]:
+        """Starts, stays until ``stop`` (also while it still starts), closes: (exit code, why it could not start)."""
+        starting = asyncio.create_task(self.start(), name="process-start")
+        first: set[asyncio.Future[Any]] = {starting, self._ended}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and (error := starting.exception()):
+            await self.close()
+            return EXIT_BAD_START, _in_one_line(self.spec, error)
+        code = await self._ended
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await self.close()
+        return code, ""
 
     async def close(self) -> None:
         """Leaves in order: no new work, the service's own end, the registry, the server. Bounded by ``CLOSE_S``."""
@@ -169,19 +180,9 @@ async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None
         loop.add_signal_handler(number, process.stop, 128 + number)
     if lifeline is not None:
         loop.add_reader(lifeline, _read_lifeline, lifeline, process)
-    starting = asyncio.create_task(process.start())
-    ending = asyncio.create_task(process.ended())
-    await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
-    code = EXIT_STOPPED
-    if starting.done() and (error := starting.exception()):
-        print(f"{spec.member}: {bad_start(spec, error)}", file=sys.stderr, flush=True)
-        code = EXIT_BAD_START
-        ending.cancel()
-    else:
-        code = await ending
-        starting.cancel()
-    await asyncio.gather(starting, ending, return_exceptions=True)
-    await process.close()
+    code, why = await process.live()
+    if why:
+        print(f"{spec.member}: {why}", file=sys.stderr, flush=True)
     return code
 
 
@@ -191,7 +192,7 @@ def _read_lifeline(lifeline: int, process: Process) -> None:
         process.stop()
 
 
-def bad_start(spec: RoleSpec, error: BaseException) -> str:
+def _in_one_line(spec: RoleSpec, error: BaseException) -> str:
     """Why a process cannot start, in one line; what we did not raise on purpose leaves its traceback in the log."""
     known = isinstance(error, MoonpoolError)
     text = error.message if isinstance(error, MoonpoolError) else f"{type(error).__name__}: {error}"

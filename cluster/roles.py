@@ -1,4 +1,7 @@
-"""From a role to its started service: what each one loads, imported only where it runs."""
+"""From a role to its started service: what each one loads, imported only where it runs.
+
+Importing and loading hold up whatever thread does them for seconds: not the event loop, which has to hear a stop meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
 
 if TYPE_CHECKING:
+    from moonpool.cluster.gateway.service import Gateway
     from moonpool.engine.engine import Engine
+    from moonpool.kvstore.node import StoreNode
 
 StartWorker = Callable[[Config, "Engine", Member, Peers], Awaitable[Service]]
 
@@ -36,48 +41,67 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
 
             return Made(await ConductorService.start(config, member, peers), member)
         case Role.GATEWAY:
-            from moonpool.cluster.gateway.service import Gateway
-
-            gateway = await Gateway.start(config, member, peers, hash_key, spec.model_dir)
+            gateway = await (await asyncio.to_thread(_gateway_class)).start(config, member, peers, hash_key, spec.model_dir)
             return Made(gateway, replace(member, details={"url": gateway.url}))
-        case Role.PREFILL:
-            from moonpool.prefill_worker.worker import PrefillWorker
-
-            return await _worker(PrefillWorker.start, spec, member, peers, say)
-        case Role.DECODE:
-            from moonpool.decode_worker.worker import DecodeWorker
-
-            return await _worker(DecodeWorker.start, spec, member, peers, say)
-        case Role.BOTH:
-            from moonpool.cluster.both import BothWorker
-
-            return await _worker(BothWorker.start, spec, member, peers, say)
+        case Role.PREFILL | Role.DECODE | Role.BOTH:
+            return await _worker(spec, member, peers, say)
 
 
 async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
-    from moonpool.kvstore.node import StoreNode
-
     layout = await asyncio.to_thread(kv_layout, spec.config, spec.model_dir)
     member = replace(member, layout=layout)
-    node = await StoreNode.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
+    store = await asyncio.to_thread(_store_class)
+    node = await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
     slots, slot_mib = node.slots.total, layout.slot_bytes / (1 << 20)
     memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
     say(f"memory: {memory}")
     return Made(node, replace(member, details={"memory": memory}))
 
 
-async def _worker(start: StartWorker, spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
-    from moonpool.engine.engine import load_engine, memory_budget
-
+async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     config = spec.config
-    budget = await asyncio.to_thread(memory_budget, config, spec.model_dir)
-    say(f"memory: {budget}")
-    engine = await asyncio.to_thread(load_engine, config, spec.model_dir, threads=spec.threads)
+    engine, memory = await asyncio.to_thread(_load_engine, spec, say)
     member = replace(
         member,
         layout=engine.layout,
         max_context=engine.max_context,
         max_prompt=engine.pages.total * config.engine.block_tokens,
-        details={"memory": str(budget), "dtype": config.model.dtype, "model": str(spec.model_dir)},
+        details={"memory": memory, "dtype": config.model.dtype, "model": str(spec.model_dir)},
     )
+    start = await asyncio.to_thread(_worker_start, spec.role)
     return Made(await start(config, engine, member, peers), member, [engine.close])
+
+
+def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:
+    """The engine, and its memory budget in words (said before the memory is taken)."""
+    from moonpool.engine.engine import load_engine, memory_budget
+
+    budget = memory_budget(spec.config, spec.model_dir)
+    say(f"memory: {budget}")
+    return load_engine(spec.config, spec.model_dir, threads=spec.threads), str(budget)
+
+
+def _gateway_class() -> type[Gateway]:
+    from moonpool.cluster.gateway.service import Gateway
+
+    return Gateway
+
+
+def _store_class() -> type[StoreNode]:
+    from moonpool.kvstore.node import StoreNode
+
+    return StoreNode
+
+
+def _worker_start(role: Role) -> StartWorker:
+    if role is Role.PREFILL:
+        from moonpool.prefill_worker.worker import PrefillWorker
+
+        return PrefillWorker.start
+    if role is Role.DECODE:
+        from moonpool.decode_worker.worker import DecodeWorker
+
+        return DecodeWorker.start
+    from moonpool.cluster.both import BothWorker
+
+    return BothWorker.start

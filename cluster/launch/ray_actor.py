@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from moonpool.cluster.process import EXIT_BAD_START, Make, Process, bad_start
+from moonpool.cluster.process import Make, Process
 from moonpool.cluster.spec import RoleSpec
 
 KEPT_LINES = 256
@@ -18,6 +18,7 @@ class RoleActor:
         self._spec = RoleSpec.from_json(spec)
         self._make = make
         self._process: Process | None = None
+        self._stopped = False
         self._lines: asyncio.Queue[str] = asyncio.Queue(KEPT_LINES)
 
     async def pid(self) -> int:
@@ -25,17 +26,14 @@ class RoleActor:
 
     async def run(self) -> tuple[int, str]:
         """Starts the role and stays until it is stopped: (exit code, why it could not start)."""
-        process = self._process = Process(self._spec, self._make, self._say)
-        try:
-            await process.start()
-        except Exception as e:  # noqa: BLE001  whatever it is, it ends here as one line
-            await process.close()
-            return EXIT_BAD_START, bad_start(self._spec, e)
-        code = await process.ended()
-        await process.close()
-        return code, ""
+        self._loop = asyncio.get_running_loop()
+        self._process = Process(self._spec, self._make, self._say)
+        if self._stopped:
+            self._process.stop()
+        return await self._process.live()
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._process:
             self._process.stop()
 
@@ -44,6 +42,9 @@ class RoleActor:
         return await self._lines.get()
 
     def _say(self, line: str) -> None:
+        self._loop.call_soon_threadsafe(self._put, line)
+
+    def _put(self, line: str) -> None:
         if self._lines.full():
             self._lines.get_nowait()
         self._lines.put_nowait(line)

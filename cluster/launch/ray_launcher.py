@@ -60,6 +60,7 @@ class RayLauncher:
         self._cpus = cpus if cpus is not None else float(os.cpu_count() or 1)
         self._make = make
         self._scratch: Path | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._group: Any = None
         self._actors: dict[MemberId, Any] = {}
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
@@ -78,7 +79,8 @@ class RayLauncher:
         # Short: the paths of Ray's sockets lie below it and may not pass 107 bytes.
         self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
         self._state.keep_scratch(self._scratch)
-        await asyncio.to_thread(self._init)
+        self._opening = asyncio.create_task(asyncio.to_thread(self._init), name="ray-init")
+        await asyncio.shield(self._opening)
         # Ray has put a handler that dumps and aborts below Python's: what was set in Python counts again.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         for child in psutil.Process().children(recursive=True):
@@ -92,10 +94,11 @@ class RayLauncher:
     async def stop(self) -> None:
         """Stops every role in order, last started first, then Ray itself."""
         self._stopping.set()
-        if self._scratch is None:
+        if self._opening is None:
             return
         import ray
 
+        await asyncio.gather(self._opening, return_exceptions=True)  # half a Ray cannot be shut down
         for actor in reversed(self._actors.values()):
             actor.stop.remote()
         if self._keepers:

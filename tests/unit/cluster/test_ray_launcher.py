@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.cluster.launch.ray_launcher import CPUS, cpus_of
+from moonpool.core.config import Config, NodeConfig
+from moonpool.core.ids import Role
+
+pytestmark = pytest.mark.processes
+HERE = Path(__file__).parent
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    """Ray in a process of its own, as in production: it starts threads and handlers that a test run does not want."""
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        (sys.executable, str(HERE / "ray_house.py"), str(folder), *words),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_a_killed_actor_comes_back_under_its_name_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    found = run(tmp_path / "state")
+    assert found["failures"] == []
+    assert found["actors"] == ["rayhouse/conductor-0", "rayhouse/conductor-1"]
+    killed, other = found["lives"]["conductor-0"], found["lives"]["conductor-1"]
+    assert killed[1] > killed[0]
+    assert other[1] == other[0]
+    assert (found["left"], found["recorded"], found["scratch"]) == ([], [], [])
+
+
+def test_too_few_cpus_are_named_at_once(tmp_path: Path) -> None:
+    found = run(tmp_path / "state", "short")
+    assert found["error"].startswith("ConfigError: cluster.nodes: these processes need 1.6 CPU, Ray has 1")
+    assert found["seconds"] < 5
+
+
+def test_the_default_nodes_fit_on_two_cores() -> None:
+    assert sum(cpus_of(node) for node in Config().cluster.nodes) <= 2
+
+
+def test_a_node_claims_what_its_roles_claim() -> None:
+    node = NodeConfig(name="a", prefill=2, decode=1, both=1, conductor=1, gateway=1)
+    roles = [Role.STORE, Role.PREFILL, Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR, Role.GATEWAY]
+    assert cpus_of(node) == pytest.approx(sum(CPUS[role] for role in roles))
