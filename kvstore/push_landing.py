@@ -13,14 +13,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from moonpool.core.digests import slice_digest
 from moonpool.core.errors import AttemptFailed, Bug, Failure, MoonpoolError, TransferFailed
 from moonpool.core.handoff import Drained
-from moonpool.core.landing import Landing, LandingSlot, PushNotice, SliceNotice, SlotRef
-from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.core.landing import Landing, SlotRef
+from moonpool.core.layout import KVLayout
+from moonpool.kvstore.push_sources import Source, SourceReader, frame_of, pieces_of
 from moonpool.kvstore.push_target import LandingState, PushTarget
-from moonpool.kvstore.transfer.carrier import LENGTH, Endpoint, Pieces
-from moonpool.wire.frames import encode_notice
+from moonpool.kvstore.transfer.carrier import LENGTH, Endpoint
 
 SETTLE_S = 0.5  # after the last push is done: how long notices may still be on their way before slices are pushed again
 RESETTLE_S = 5.0  # the same after pushing again; then the landing has failed
@@ -31,22 +30,11 @@ log = structlog.get_logger(__name__)
 Slice = tuple[int, int]  # prompt block, layer
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A layer slice to push: where its bytes are (memory, offset), its digest, and the slot it goes to."""
-
-    memory: int
-    offset: int
-    valid: int
-    digest: int
-    slot: LandingSlot
-
-
 @dataclass(slots=True, eq=False)
 class _Push:
     chunk: int
     layer: int
-    sources: tuple[_Source, ...]
+    sources: tuple[Source, ...]
     endpoint: Endpoint
     size: int
     future: Future[None]
@@ -70,7 +58,7 @@ class PushLanding:
         self.landing = landing
         self.failure: Failure | None = None
         self._layout = layout
-        self._memories = memories
+        self._reader = SourceReader(layout, memories)
         self._target = target
         self._endpoint = endpoint
         self._slots = {slot.block: slot for slot in landing.slots}
@@ -83,8 +71,8 @@ class PushLanding:
         self._mending: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[Drained] | None = None
         self._sent = 0
-        target.landings += 1
         self._unsafe = 0  # the last generation of the endpoint in which a posted write did not end well; 0: none
+        target.landings += 1
 
     # Pushing, from the compute thread.
 
@@ -100,7 +88,7 @@ class PushLanding:
             if slot is not None:
                 if valid != slot.valid:
                     raise Bug(f"landing {self.landing.id}: block {block} has {valid} tokens, {slot.valid} were granted")
-                sources.append(self._source(0, page * self._layout.block_bytes, layer, slot))
+                sources.append(self._reader.of_page(page, layer, slot))
         self._push(chunk, layer, tuple(sources))
 
     def push_slots(self, chunk: int, layer: int, slots: Sequence[tuple[int, SlotRef]]) -> None:
@@ -109,45 +97,22 @@ class PushLanding:
         for block, ref in slots:
             slot = self._slots.get(block)
             if slot is not None:
-                sources.append(self._sealed(ref, layer, slot))
+                sources.append(self._reader.of_sealed(ref, layer, slot))
         self._push(chunk, layer, tuple(sources))
 
-    def _source(self, memory: int, block_at: int, layer: int, slot: LandingSlot) -> _Source:
-        layout = self._layout
-        offset = block_at + layer * layout.slice_bytes
-        data = self._memories[memory][offset : offset + layout.slice_bytes]
-        return _Source(memory, offset, slot.valid, slice_digest(layout, data, slot.slot.key, layer, slot.valid), slot)
-
-    def _sealed(self, ref: SlotRef, layer: int, slot: LandingSlot) -> _Source:
-        """A sealed block is whole, and its key is the target's: the digest in its trailer is the one to send."""
-        layout = self._layout
-        at = ref.offset + layout.block_bytes + layer * DIGEST_BYTES
-        digest = int.from_bytes(self._memories[ref.region][at : at + DIGEST_BYTES].tobytes(), "little")
-        return _Source(ref.region, ref.offset + layer * layout.slice_bytes, slot.valid, digest, slot)
-
-    def _push(self, chunk: int, layer: int, sources: tuple[_Source, ...]) -> None:
+    def _push(self, chunk: int, layer: int, sources: tuple[Source, ...]) -> None:
         with self._lock:
             if sources and not self._closed and self.failure is None:
                 self._send(chunk, layer, sources)
 
-    def _send(self, chunk: int, layer: int, sources: tuple[_Source, ...]) -> None:
+    def _send(self, chunk: int, layer: int, sources: tuple[Source, ...]) -> None:
         """Under the lock, so that a connection that is mended meanwhile finds the push in the list."""
-        landing = self.landing
-        notices = tuple(SliceNotice(s.slot.slot.region, s.slot.slot.offset, s.valid, s.digest) for s in sources)
-        frame = encode_notice(PushNotice(landing.id, landing.request, landing.attempt, chunk, layer, notices))
-        pieces = self._pieces(layer, sources)
+        frame = frame_of(self.landing, chunk, layer, sources)
+        pieces = pieces_of(self._layout, layer, sources)
         future = self._target.sender.push(self._endpoint, pieces, frame)
         push = _Push(chunk, layer, sources, self._endpoint, int(pieces[:, LENGTH].sum()) + len(frame), future)
         self._pushes.append(push)
         future.add_done_callback(lambda future: self._ended(push))
-
-    def _pieces(self, layer: int, sources: tuple[_Source, ...]) -> Pieces:
-        rows = []
-        for s in sources:
-            to = s.slot.slot.offset + layer * self._layout.slice_bytes
-            for inside, length in self._layout.pieces(s.valid):
-                rows.append((s.memory, s.offset + inside, s.slot.slot.region, to + inside, length))
-        return np.array(rows, dtype=np.int64)
 
     # Ends of pushes, first on the carrier's thread, then on the loop.
 

@@ -97,7 +97,8 @@ class PushTarget:
     async def endpoint_for(self, incarnation: Incarnation, generation: int) -> Endpoint:
         """The endpoint of this life of the node, ``generation`` or later, connected (or about to be)."""
         async with self._renewing:
-            if self.endpoint is None or self.endpoint.generation < generation:
+            known = self.endpoint
+            if known is None or known.incarnation != incarnation or known.generation < generation:
                 await self._renew(incarnation)
             assert self.endpoint is not None
             return self.endpoint

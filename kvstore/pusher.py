@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +91,7 @@ class Pusher:
             tail_valid=tail_valid,
             parent=parent or b"",
         )
-        landing = await target.grant(request)
-        try:
-            endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
-        except MoonpoolError:
-            await self._give_back(target, landing)
-            raise
-        return PushLanding(landing, self._layout, self._memories, target, endpoint)
+        return await self._open(target, await target.grant(request))
 
     async def push_blocks(
         self, landing: Landing, endpoint: Endpoint, address: str, blocks: Sequence[tuple[SlotRef, LandingSlot]]
@@ -109,8 +104,7 @@ class Pusher:
         target = await self._target(carrier, landing.node, address, landing.incarnation)
         if target.endpoint is None or target.endpoint.generation < endpoint.generation:
             target.adopt(endpoint, landing.incarnation)
-        endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
-        work = PushLanding(landing, self._layout, self._memories, target, endpoint)
+        work = await self._open(target, landing)
         pairs = [(to.block, source) for source, to in blocks]
         for layer in range(self._layout.layers):
             await asyncio.to_thread(work.push_slots, 0, layer, pairs)
@@ -119,11 +113,15 @@ class Pusher:
             raise work.failure.to_exception()
         return drained
 
-    async def _give_back(self, target: PushTarget, landing: Landing) -> None:
+    async def _open(self, target: PushTarget, landing: Landing) -> PushLanding:
+        """``landing``, connected or about to be; given back where its node's endpoint is not to be had."""
         try:
-            await target.drain(landing.id)
+            endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
         except MoonpoolError:
-            pass  # the node fences the slots when it finds this writer gone
+            with suppress(MoonpoolError):  # the node fences the slots when it finds this writer gone
+                await target.drain(landing.id)
+            raise
+        return PushLanding(landing, self._layout, self._memories, target, endpoint)
 
     async def _target(self, carrier: str, name: str, address: str, incarnation: Incarnation) -> PushTarget:
         self._loop = asyncio.get_running_loop()
