@@ -11,9 +11,9 @@ from moonpool.core.errors import Bug
 from moonpool.core.events import BlockChange, Tier
 from moonpool.engine.pages import OutOfPages, PagePool
 
-PAGES = 7
+PAGES = 6
 # Keys form a small tree: the key of a path of bytes is the path itself, padded.
-PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4)
 
 
 def chain(path: list[int]) -> list[bytes]:
@@ -65,14 +65,42 @@ class PoolAgainstDumbPool(RuleBasedStateMachine):
         self.dumb = DumbPool()
         self.announced: set[bytes] = set()
 
-    @rule(target=held, n=st.integers(0, PAGES))
+    @rule(target=held, path=PATHS)
+    def compute(self, path: list[int]) -> list[int]:
+        """As a sequence does: take what is cached, compute the rest, make it findable."""
+        pages = self._match(chain(path))
+        fresh = self._allocate(len(path) - len(pages))
+        if fresh is not None:
+            self._publish(pages + fresh, chain(path))
+        return pages + (fresh or [])
+
+    @rule(target=held, path=PATHS)
+    def compute_without_looking(self, path: list[int]) -> list[int]:
+        """Two sequences that compute the same blocks at the same time: one of them keeps private copies."""
+        fresh = self._allocate(len(path))
+        if fresh is not None:
+            self._publish(fresh, chain(path))
+        return fresh or []
+
+    @rule(target=held, path=PATHS)
+    def match(self, path: list[int]) -> list[int]:
+        return self._match(chain(path))
+
+    @rule(target=held, n=st.integers(0, 3))
     def allocate(self, n: int) -> list[int]:
+        return self._allocate(n) or []
+
+    @rule(pages=held, path=PATHS)
+    def publish(self, pages: list[int], path: list[int]) -> None:
+        self._publish(pages, chain(path))
+
+    def _allocate(self, n: int) -> list[int] | None:
         self.dead.clear()
         before = set(self.dumb.named)
         if n > self.dumb.free() + len(self.dumb.cached()):
             with pytest.raises(OutOfPages):
                 self.pool.allocate(n)
-            return []
+            return None
         while self.dumb.free() < n:
             self.dumb.evict()
         pages = self.pool.allocate(n)
@@ -84,24 +112,20 @@ class PoolAgainstDumbPool(RuleBasedStateMachine):
             self.dumb.refs[page] = 1
         return pages
 
-    @rule(target=held, path=PATHS)
-    def match(self, path: list[int]) -> list[int]:
+    def _match(self, keys: list[bytes]) -> list[int]:
         want: list[int] = []
-        for key in chain(path):
+        for key in keys:
             page = self.dumb.page_of(key)
             if page is None:
                 break
             want.append(page)
-        assert self.pool.peek(chain(path)) == len(want)
-        assert self.pool.match(chain(path)) == want
+        assert self.pool.peek(keys) == len(want)
+        assert self.pool.match(keys) == want
         for page in want:
             self.dumb.refs[page] += 1
         return want
 
-    @rule(pages=held, path=PATHS)
-    def publish(self, pages: list[int], path: list[int]) -> None:
-        """Publish the held pages along a path, as a sequence that computes block after block does."""
-        keys = chain(path)
+    def _publish(self, pages: list[int], keys: list[bytes]) -> None:
         for i, (page, key) in enumerate(zip(pages, keys, strict=False)):
             parent = keys[i - 1] if i else None
             if page in self.dumb.named and self.dumb.named[page][0] != key:
@@ -120,8 +144,10 @@ class PoolAgainstDumbPool(RuleBasedStateMachine):
             self.dumb.refs[page] += 1
         return list(pages)
 
-    @rule(pages=consumes(held))
-    def release(self, pages: list[int]) -> None:
+    @rule(pages=consumes(held), backwards=st.booleans())
+    def release(self, pages: list[int], backwards: bool) -> None:
+        if backwards:
+            pages = pages[::-1]
         self.dead.clear()
         for page in pages:
             self.dumb.release(page)
@@ -156,7 +182,7 @@ class PoolAgainstDumbPool(RuleBasedStateMachine):
 
 
 TestPoolAgainstDumbPool = PoolAgainstDumbPool.TestCase
-TestPoolAgainstDumbPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolAgainstDumbPool.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 def test_a_page_nobody_holds_cannot_be_released_retained_or_published() -> None:
