@@ -21,12 +21,18 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
         if (found / "config.json").is_file():
             return found.absolute()
     progress(f"model {path}: looking for it")
-    fetch = subprocess.run(
-        (sys.executable, "-m", "moonpool.cli.main", "model", "fetch", path), stdout=subprocess.PIPE, text=True, check=False
-    )
-    if fetch.returncode:
-        raise ConfigError(f"model.path: {path!r} is not to be had (said above); give a model directory", param="model.path")
-    return Path(fetch.stdout.strip().splitlines()[-1])
+    fetch = (sys.executable, "-m", "moonpool.cli.main", "model", "fetch", path)
+    with subprocess.Popen(fetch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        said = ""
+        for line in child.stderr or ():
+            if said:
+                progress(said)
+            said = line.rstrip()  # the last line is held back: it is the error, where there is one
+        directory = child.stdout.read().strip() if child.stdout else ""
+    if child.returncode:
+        raise ConfigError(said.removeprefix("moonpool: "), param="model.path")
+    progress(said)
+    return Path(directory)
 
 
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.cluster.launch.plan import plan, with_shared_pool
+from moonpool.cluster.spec import RoleSpec, with_absolute_paths
+from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig
+from moonpool.core.ids import Role
+
+GIB = 1 << 30
+
+
+def names(config: Config) -> list[list[str]]:
+    return [[f"{s.member}@{s.node}" for s in stage] for stage in plan(config, registry="r:1", model_dir=Path("m"))]
+
+
+def test_the_default_cluster_is_two_nodes_with_their_stores_first() -> None:
+    assert names(Config()) == [
+        ["store-a@a", "store-b@b"],
+        ["prefill-0@a", "prefill-1@a", "decode-0@b", "conductor-0@b", "gateway-0@b"],
+    ]
+
+
+def test_gateways_take_ports_upwards_unless_the_system_chooses() -> None:
+    nodes = (NodeConfig(name="a", both=1, conductor=1, gateway=2), NodeConfig(name="b", gateway=1))
+    for port, wanted in ((8000, [8000, 8001, 8002]), (0, [0, 0, 0])):
+        config = Config(cluster=ClusterConfig(nodes=nodes), gateway=GatewayConfig(port=port))
+        specs = [s for stage in plan(config, registry="r:1", model_dir=Path("m")) for s in stage]
+        assert [s.config.gateway.port for s in specs if s.role is Role.GATEWAY] == wanted
+
+
+@given(st.lists(st.builds(lambda p, d, b: (p, d, b), *[st.integers(0, 3)] * 3), min_size=1, max_size=4))
+def test_every_process_has_its_own_id_and_survives_json(counts: list[tuple[int, int, int]]) -> None:
+    nodes = tuple(NodeConfig(name=f"n{i}", prefill=p, decode=d, both=b) for i, (p, d, b) in enumerate(counts))
+    specs = [
+        s for stage in plan(Config(cluster=ClusterConfig(nodes=nodes)), registry="r:1", model_dir=Path("m")) for s in stage
+    ]
+    assert len({s.member for s in specs}) == len(specs) == len(nodes) + sum(map(sum, counts))
+    assert [RoleSpec.from_json(s.to_json()) for s in specs] == specs
+
+
+def test_nodes_of_one_machine_share_half_of_its_memory_for_their_pools() -> None:
+    shared = with_shared_pool(Config(), memory=16 * GIB, space=100 * GIB)
+    assert shared.store.pool_bytes == 4 * GIB
+    assert with_shared_pool(Config(), memory=16 * GIB, space=GIB).store.pool_bytes < GIB // 2
+    given_one = Config(store=StoreConfig(pool_bytes=GIB))
+    assert with_shared_pool(given_one, memory=16 * GIB, space=100 * GIB) == given_one
+    alone = Config(cluster=ClusterConfig(nodes=(NodeConfig(name="a", both=1),)))
+    assert with_shared_pool(alone, memory=16 * GIB, space=100 * GIB) == alone
+
+
+def test_split_workers_compute_with_one_thread_and_ucx_stays_on_loopback() -> None:
+    config = with_absolute_paths(Config(), Path("/somewhere"))
+    specs = {s.member: s for stage in plan(config, registry="r:1", model_dir=Path("m")) for s in stage}
+    environment = specs["prefill-0"].environment()  # type: ignore[index]
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["UCX_NET_DEVICES"] == "lo"
+    assert environment["UCX_TLS"] == "tcp"
+    assert specs["store-a"].state_dir == Path("/somewhere/.cache/moonpool/clusters/moonpool")  # type: ignore[index]
