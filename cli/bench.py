@@ -29,6 +29,19 @@ def serve(
     _print(measure(ServeOptions(**_chosen(given))), as_json)
 
 
+@bench.command("handoff")
+def handoff(
+    carrier: Annotated[str | None, typer.Option("--carrier", help="ucx or segment.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How much of the hand-off shows after the last layer's compute, and what it puts on the wire."""
+    from moonpool.bench.handoff import handoff as measure
+
+    _print(measure(**_chosen({"carrier": carrier, "repeats": repeats, "model": model})), as_json)
+
+
 @bench.command("place")
 def place(as_json: AsJson = False) -> None:
     """How long the conductor takes to decide."""
