@@ -1,0 +1,46 @@
+"""A worker process for tests of the store node: python -m support.store_worker ADDRESS NODE ID INCARNATION WHAT.
+
+It opens a session, does WHAT, prints one line and then does as it is told on standard input until that closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from moonpool.core.config import TimingConfig
+from moonpool.core.ids import Role
+from moonpool.kvstore.client import StoreClient
+from moonpool.wire import pb
+from support.store import LAYOUT, MappedWriter, block_bytes, block_keys, member
+
+
+async def main(address: str, node: str, id: str, incarnation: int, what: str) -> None:
+    me = member(id, Role.PREFILL, node, incarnation=incarnation)
+    client = await StoreClient.connect(
+        address,
+        me,
+        LAYOUT,
+        on_landed=lambda _: None,
+        on_failed=lambda _: None,
+        on_lost=lambda: print("lost", flush=True),
+        timing=TimingConfig(heartbeat_ms=50),
+    )
+    writer = MappedWriter(address, me)
+    await writer.open()
+    if what == "land":  # the first layer of three blocks, then nothing more
+        landing = await writer.grant("r1", block_keys("p", 3), reader="decode-0", reader_incarnation=1)
+        await writer.push(landing, layers=[0])
+    elif what == "reserve":
+        await client._stub.Reserve(pb.store.KeysRequest(session=client._number, keys=block_keys("k", 4)))
+    elif what == "pin":
+        await client.publish([(key, block_bytes(key)) for key in block_keys("k", 2)])
+        await client.pin(block_keys("k", 2))
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await writer.close()
+    await client.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5]))
