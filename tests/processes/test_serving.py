@@ -51,13 +51,13 @@ async def test_the_openai_client_chats_and_streams_with_usage(cluster: LocalClus
 
 async def test_cached_tokens_grow_over_the_turns_of_a_conversation(cluster: LocalCluster) -> None:
     cached: list[int] = []
-    messages = [{"role": "user", "content": "Tell me about the phases of the moon. " * 12}]
+    messages = [{"role": "user", "content": "Tell me about the phases of the moon. " * 20}]
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
         for _ in range(3):
             answer = await client.chat.completions.create(
                 model="smollm2",
                 temperature=0,
-                max_tokens=40,
+                max_tokens=70,
                 messages=messages,  # type: ignore[arg-type]
             )
             assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
