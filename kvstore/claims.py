@@ -18,13 +18,19 @@ class Life(NamedTuple):
     incarnation: Incarnation
 
 
+class Reach(StrEnum):
+    """How a writer gets at the slots, and so what stops it. Its own word and its death always do."""
+
+    MAPPED = "mapped"  # it maps the region files: nothing else
+    CARRIER = "carrier"  # only through the node's carrier endpoint: making that anew stops it, too
+    UNKNOWN = "unknown"  # not (yet) known: it may need the endpoint, and nothing else is a proof
+
+
 @dataclass(frozen=True, slots=True)
 class LandingAsk:
     """What a writer asks for. ``keys`` are whole blocks in order from prompt block ``first_block``.
 
-    ``reader`` is the session that hears of slices and ends the landing; None: it ends with its writer. ``remote`` means
-    that the writer reaches the slots only through the node's carrier endpoint, so that making that anew stops it; a
-    writer that maps the region files is stopped by its own word or its death only.
+    ``reader`` is the session that hears of slices and ends the landing; None: it ends with its writer.
     """
 
     request: RequestId
@@ -35,7 +41,7 @@ class LandingAsk:
     first_block: int = 0
     tail_valid: int = 0
     parent: bytes | None = None
-    remote: bool = True
+    reach: Reach = Reach.CARRIER
     generation: int = 0
 
 

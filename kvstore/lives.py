@@ -18,7 +18,7 @@ from moonpool.core.landing import Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 from moonpool.kvstore.agent import Agent
-from moonpool.kvstore.claims import Life
+from moonpool.kvstore.claims import Life, Reach
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.pool import Pool
 
@@ -73,12 +73,14 @@ class Lives:
     def is_frozen(self, life: Life) -> bool:
         return life in self._silent
 
-    def is_remote(self, writer: Life) -> bool:
-        """Whether ``writer`` reaches our slots only through the carrier. One of unknown whereabouts may map them."""
+    def reach(self, writer: Life) -> Reach:
+        """Writers with a session here are of this host, and may map the regions; so may all of its node id."""
         if self._sessions.of(writer) is not None:
-            return False
+            return Reach.MAPPED
         known = self._peers.get(writer.member)
-        return known is not None and known.member.incarnation == writer.incarnation and known.member.node != self._member.node
+        if known is None or known.member.incarnation != writer.incarnation:
+            return Reach.UNKNOWN
+        return Reach.MAPPED if known.member.node == self._member.node else Reach.CARRIER
 
     def require_live(self, life: Life) -> None:
         """PeerSilent for a life that is over or silent: whatever it still asks for comes too late."""
@@ -186,8 +188,8 @@ class Lives:
 
     def _gone(self, life: Life, proof: str) -> None:
         self._forget_silence(life)
-        remote = any(c.ask.remote and c.writer_open and c.ask.writer == life for c in self._pool.landings)
-        if not remote:
+        mine = [c for c in self._pool.landings if c.writer_open and c.ask.writer == life]
+        if all(claim.ask.reach is Reach.MAPPED for claim in mine):
             self._free(life, proof)
         elif life not in self._leaving:
             self._leaving[life] = asyncio.get_running_loop().call_later(LAST_BYTES_S, self._free, life, proof)

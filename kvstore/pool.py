@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import Landing, Ticket
-from moonpool.kvstore.claims import Life, Reservation, ReservationClaim, Reserved, TicketClaim
+from moonpool.kvstore.claims import Life, Reach, Reservation, ReservationClaim, Reserved, TicketClaim
 from moonpool.kvstore.holdings import Holdings
 from moonpool.kvstore.landings import Landings
 from moonpool.kvstore.slots import SlotMap, SlotState
@@ -216,7 +216,7 @@ class Pool:
 
     def fenced_remote(self) -> frozenset[int]:
         """Landings that wait for proof and that making the endpoint anew would prove: ask before it begins."""
-        return frozenset(c.landing.id for c in self.landings if c.fenced and c.writer_open and c.ask.remote)
+        return frozenset(c.landing.id for c in self.landings if c.fenced and c.writer_open and c.ask.reach is Reach.CARRIER)
 
     def endpoint_remade(self, fenced: frozenset[int], now: float) -> int:
         """Proof that no remote writer can write under what was ``fenced`` before. Returns how many landings that ended.
@@ -234,7 +234,7 @@ class Pool:
         return sum(
             sum(target.entry is None for target in claim.targets.values())
             for claim in self.landings
-            if claim.fenced and claim.writer_open and claim.ask.remote and not claim.reader_open
+            if claim.fenced and claim.writer_open and claim.ask.reach is Reach.CARRIER and not claim.reader_open
         )
 
     # What others see.

@@ -12,7 +12,7 @@ import structlog
 
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
-from moonpool.kvstore.claims import Life
+from moonpool.kvstore.claims import Life, Reach
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.transfer.carrier import Endpoint, Receiver
 
@@ -79,10 +79,12 @@ class Receiving:
         return self._describe()
 
     def poll_as_needed(self, frozen: Callable[[Life], bool]) -> None:
-        """Open once for every landing that a remote writer may fill, unless it is ``frozen``: then nothing comes."""
+        """Open once for every landing that may be filled through the carrier, unless it is ``frozen``: then nothing comes."""
         if self.receiver is None:
             return
-        wanted = sum(c.ask.remote and c.writer_open and not frozen(c.ask.writer) for c in self._pool.landings)
+        wanted = sum(
+            c.ask.reach is not Reach.MAPPED and c.writer_open and not frozen(c.ask.writer) for c in self._pool.landings
+        )
         while self.opened < wanted:
             self.receiver.open()
             self.opened += 1

@@ -116,7 +116,7 @@ class StoreService(pb.store_rpc.StoreServicer):
             request.first_block,
             request.tail_valid,
             checked_key(request.parent) if request.parent else None,
-            node.lives.is_remote(writer),
+            node.lives.reach(writer),
             node.receiving.generation,
         )
 

@@ -11,7 +11,7 @@ from moonpool.core.ids import Incarnation, NodeId
 from moonpool.wire.frames import encode_events, encode_snapshot
 
 QUEUE = 256  # batches a subscriber may be behind
-HISTORY = 1024  # batches kept for subscribers that come back
+HISTORY = 256  # batches kept for subscribers that come back
 
 
 class Watchers:

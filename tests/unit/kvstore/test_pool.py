@@ -8,7 +8,7 @@ from moonpool.core.errors import Busy, InvalidRequest
 from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing, LandingSlot, PushNotice, SliceNotice
-from moonpool.kvstore.claims import LandingAsk, Life, Reserved
+from moonpool.kvstore.claims import LandingAsk, Life, Reach, Reserved
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.slots import SlotMap, SlotState
 
@@ -144,7 +144,7 @@ def test_a_late_drain_frees_what_was_fenced_and_a_strangers_does_not() -> None:
 
 def test_making_the_endpoint_anew_proves_nothing_about_a_writer_that_maps_the_region() -> None:
     pool = pool_of(4)
-    mapped = pool.landings.grant(ask("r1", keys(2), remote=False), 1.0)
+    mapped = pool.landings.grant(ask("r1", keys(2), reach=Reach.MAPPED), 1.0)
     remote = pool.landings.grant(ask("r2", keys(2, "x"), OTHER), 1.0)
     for landing in (mapped, remote):
         pool.landings.end(landing.id, 2.0)

@@ -14,7 +14,7 @@ from moonpool.core.errors import Busy
 from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import LandingSlot, PushNotice, SliceNotice, SlotRef
-from moonpool.kvstore.claims import LandingAsk, Life, Reserved
+from moonpool.kvstore.claims import LandingAsk, Life, Reach, Reserved
 from moonpool.kvstore.landings import tail_key
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.slots import SlotMap, SlotState
@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.count += 1
         ask = LandingAsk(
             RequestId(f"r{self.count}"), 1, self.life(writer), reader, tuple(keys[first:]), first, tail, parent,
-            remote=writer != "d0",
+            reach=Reach.MAPPED if writer == "d0" else Reach.CARRIER,
         )  # fmt: skip
         missing = [key for key in ask.keys if key not in self.replayed]
         needed = len(missing) + (tail > 0)
@@ -407,7 +407,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def remade(self) -> None:
         fenced = self.pool.fenced_remote()
-        waiting = [g for g in self.grants if g.fenced and g.writer_open and g.ask.remote]
+        waiting = [g for g in self.grants if g.fenced and g.writer_open and g.ask.reach is Reach.CARRIER]
         assert fenced == {grant.id for grant in waiting}
         assert self.pool.endpoint_remade(fenced, self.tick()) == len(waiting)
         for grant in waiting:
