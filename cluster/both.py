@@ -10,13 +10,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.core.config import Config
-from moonpool.core.errors import MoonpoolError
 from moonpool.core.membership import Member, Peers
 from moonpool.decode_worker.live import Live
 from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.link import StoreLink
-from moonpool.prefill_worker.prefix import PrefixLoad, find
+from moonpool.prefill_worker.prefix import PrefixLoad, find, quarantine
 
 
 class PoolPrefix:
@@ -43,11 +42,7 @@ class PoolPrefix:
             await load.ended()
             await found.close()
         if load.bad is not None:
-            slot, layer = load.bad
-            try:
-                await client.quarantine(slot.key, layer, "prefix_load")
-            except MoonpoolError:  # the session is over: the node has forgotten it or is gone
-                pass
+            await quarantine(client, *load.bad)
         return matched + load.blocks
 
     async def close(self) -> None:

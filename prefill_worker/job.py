@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from moonpool.core.blocks import BlockHasher, blocks_for
+from moonpool.core.blocks import KEY_BYTES, BlockHasher, blocks_for
 from moonpool.core.errors import Failure, TransferFailed
 from moonpool.core.handoff import Begun, Drained, PrefillEvent, PrefillJob
 from moonpool.core.ids import MemberId
@@ -32,6 +34,8 @@ from moonpool.prefill_worker.handoff_source import (
     ReleasePages,
 )
 from moonpool.prefill_worker.prefix import Found, LoadStopped, PrefixLoad
+
+log = logging.getLogger(__name__)
 
 
 class Job:
@@ -129,7 +133,12 @@ class Job:
     def _drain(self, *, give_up: bool) -> None:
         task = self._loop.create_task(self._settle(give_up=give_up))
         self.draining.add(task)
-        task.add_done_callback(self.draining.discard)
+        task.add_done_callback(self._settled)
+
+    def _settled(self, task: asyncio.Task[None]) -> None:
+        self.draining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("landing of %s attempt %d not settled", *self.key, exc_info=error)
 
     async def _settle(self, *, give_up: bool) -> None:
         """Drain or cancel the landing. Its pushes read the pages no more when this tells ``drained``."""
@@ -162,6 +171,8 @@ class Job:
                 begun = time.monotonic()
                 self.load.wait(layer, relied)
                 self.load_seconds += time.monotonic() - begun
+                if layer == self._engine.layout.layers - 1:
+                    self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
             if reused:
                 self._tell_layer(chunk.number, layer, reused)
 
@@ -214,3 +225,9 @@ async def give_up_landing(landing: PushLanding, reader_gone: bool = True) -> Dra
     if reader_gone:
         await landing.end_for_reader()
     return drained
+
+
+def private_keys(job: JobKey, blocks: int) -> list[bytes]:
+    """Names that nobody can find blocks by: without reuse, what is pushed may be nobody's cache, nor be found as such."""
+    names = (f"{job[0]}\0{job[1]}\0{block}".encode() for block in range(blocks))
+    return [hashlib.blake2b(name, digest_size=KEY_BYTES, person=b"moonpool private").digest() for name in names]

@@ -83,6 +83,15 @@ async def find(
     return found
 
 
+async def quarantine(client: StoreClient | None, slot: SlotRef, layer: int) -> None:
+    """``slot`` failed its digest while it was loaded: it is no longer findable."""
+    try:
+        if client is not None:
+            await client.quarantine(slot.key, layer, "prefix_load")
+    except MoonpoolError as e:  # the session is over: the node has forgotten the block, or is gone
+        log.info("not quarantined: %s", e)
+
+
 async def _fetch_next(
     found: Found,
     client: StoreClient,

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,8 +25,8 @@ from moonpool.engine.pages import OutOfPages
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
-from moonpool.prefill_worker.job import Job, give_up_landing
-from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, find
+from moonpool.prefill_worker.job import Job, give_up_landing, private_keys
+from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, find, quarantine
 
 MAX_TIMINGS = 1_024  # between two reports
 log = logging.getLogger(__name__)
@@ -115,16 +116,17 @@ class Runner:
             raise PeerSilent(f"no store node is live on {job.store_node}, where {job.decode.id} reads")
         work.store = store.id
         first = job.have_blocks
+        keys = work.keys if self._reuse else private_keys(work.key, len(work.keys))
         granting = asyncio.create_task(
             self._pusher.grant(
                 store,
                 job.attempt,
-                work.keys[first:],
+                keys[first:],
                 first_block=first,
                 tail_valid=work.tail_valid,
                 reader=job.decode.id,
                 reader_incarnation=job.decode.incarnation,
-                parent=work.keys[first - 1] if first else None,
+                parent=keys[first - 1] if first else None,
             )
         )
         if not await work.done_or_ended(granting):  # a frozen store node must not hold up the other jobs
@@ -139,9 +141,13 @@ class Runner:
     def _granted_too_late(self, granting: asyncio.Task[PushLanding]) -> None:
         self._late.discard(granting)
         if not granting.cancelled() and granting.exception() is None:
-            giving_back = asyncio.create_task(give_up_landing(granting.result()))
-            self._late.add(giving_back)
-            giving_back.add_done_callback(self._late.discard)
+            self._behind(give_up_landing(granting.result()))
+
+    def _behind(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Beside the jobs; ``close`` waits for it."""
+        task = asyncio.create_task(work)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
 
     async def _find_prefix(self, work: Job) -> None:
         """Reusable blocks after the device prefix, pinned, and on their way into the pages."""
@@ -186,9 +192,8 @@ class Runner:
         """A loaded block is bad: it is no longer findable, and everything from it on is computed."""
         assert work.load is not None
         self.counts["prefix_blocks_lost"] += len(work.found.slots) - blocks
-        if work.load.bad is not None and self._link.client is not None:
-            slot, layer = work.load.bad
-            await self._link.client.quarantine(slot.key, layer, "prefix_load")
+        if work.load.bad is not None:
+            await quarantine(self._link.client, *work.load.bad)
         work.start = (work.matched + blocks) * self._engine.layout.block_tokens
         self._planner.restart(work.key, min(work.start, len(work.tokens) - 1))
 
@@ -225,7 +230,7 @@ class Runner:
             if work.ended():
                 work.load.stop()
             await work.load.ended()
-        await work.found.close()
+        self._behind(work.found.close())  # beside the next job: the store node may be slow to answer
         if work.ended():
             work.tell(work.source.stopped)
         if work.landing is not None:

@@ -183,7 +183,12 @@ class PrefillWorker:
                 await self._wait()
                 continue
             work = self._jobs[key]
-            await self._runner.run(work)
+            try:
+                await self._runner.run(work)
+            except Exception as e:
+                log.exception("prefill of %s attempt %d", *key)
+                self._planner.leave(key)
+                work.fail(Failure.of(e))
 
     async def _wait(self) -> None:
         """Until something changed, or a job whose landing was refused may be tried again."""

@@ -151,12 +151,16 @@ async def test_the_writer_has_a_prefix_that_the_reader_lacks(tmp_path: Path, tin
         assert answer.cached_tokens == 32
 
 
-async def test_without_reuse_nothing_counts_as_cached(tmp_path: Path, tiny_model: Path) -> None:
+async def test_without_reuse_nothing_counts_as_cached_and_every_byte_is_pushed_again(tmp_path: Path, tiny_model: Path) -> None:
     async with split_path(tmp_path, tiny_model, reuse=False) as split:
+        landed = [0.0]
         for _ in range(2):
             answer = await split.gateway.ask(split.asker.request(ids(48)))
             assert answer.cached_tokens == 0
-        await split.idle()
+            await split.idle()
+            landed.append(split.stores["a"].numbers()["bytes_landed"])
+        assert landed[1] > 0
+        assert landed[2] == 2 * landed[1]
 
 
 @pytest.mark.parametrize(("total", "cached"), [(31, 16), (32, 16), (33, 32)])
