@@ -61,6 +61,7 @@ class Agent:
         self._whose = whose
         self._on_dead = on_dead
         self._pidfds: dict[Life, int] = {}
+        self._pids: dict[Life, int] = {}  # for telling lives of one process apart; 0: in another PID namespace
         self._callers: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._inode = 0
@@ -73,6 +74,10 @@ class Agent:
         """Whether a pidfd of ``life`` is held: then only that proves its death."""
         return life in self._pidfds
 
+    def is_process(self, life: Life, pid: int) -> bool:
+        """Whether ``life`` is (or was) one of the process ``pid``."""
+        return self._pids.get(life) == pid
+
     def lives(self) -> set[Life]:
         return set(self._pidfds)
 
@@ -80,6 +85,7 @@ class Agent:
         """Watch a life no longer: its process goes on as another life."""
         pidfd = self._pidfds.pop(life, None)
         if pidfd is not None:
+            del self._pids[life]
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
 
@@ -180,7 +186,7 @@ class Agent:
             raise InvalidRequest(f"process {pid}: the descriptor is not its own pidfd")
         if life in self._pidfds:
             return  # a session made anew by the same process
-        self._pidfds[life] = fds.pop()
+        self._pidfds[life], self._pids[life] = fds.pop(), pid
         asyncio.get_running_loop().add_reader(self._pidfds[life], self._died, life)
 
     def _died(self, life: Life) -> None:

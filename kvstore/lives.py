@@ -130,10 +130,10 @@ class Lives:
         for session in self._sessions:
             if session.life.member == member.id and session.life.incarnation < member.incarnation:
                 self._sessions.end(session, f"{member.id} has a newer life")
-                if session.member.pid == member.pid:
-                    self.agent.forget(session.life)  # it dropped everything before it came back under a new number
         for life in self._pool.lives() | self.agent.lives() | set(self._silent):
             if life.member == member.id and life.incarnation < member.incarnation:
+                if self.agent.is_process(life, member.pid):
+                    self.agent.forget(life)  # it dropped everything before it came back under a new number
                 if not self.agent.knows(life):
                     self._gone(life, "replaced by a newer life")
                 elif self._timing.kill_after_ms:

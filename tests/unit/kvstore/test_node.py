@@ -252,6 +252,21 @@ async def test_a_newer_life_ends_the_older_ones_session_and_claims(tmp_path: Pat
                     pass
 
 
+async def test_a_process_that_comes_back_under_a_new_number_is_not_taken_for_its_own_successor(tmp_path: Path) -> None:
+    """It fell silent, dropped everything and joined anew: the older life is over, and nobody is killed for it."""
+    settings = config(tmp_path, timing={"kill_after_ms": 5_000})
+    async with store_node(settings, Roll()) as node, worker(node) as (client, heard):
+        await client._stub.Reserve(pb.store.KeysRequest(session=client._number, keys=block_keys("k", 2)))
+        for session in node.sessions:
+            node.sessions.end(session, "no beat")
+        await until(lambda: bool(heard.lost), "the older life hears that it is over")
+        assert node.numbers()["slots_fenced"] == 2
+        async with worker(node, incarnation=2) as (again, _):
+            assert node.numbers()["slots_fenced"] == 0
+            assert node.numbers()["pidfds"] == 1
+            assert await again.lookup(block_keys("k", 2)) == 0
+
+
 async def test_publishing_skips_quietly_what_is_there_and_what_finds_no_room(tmp_path: Path) -> None:
     async with store_node(config(tmp_path, slots=4), Roll()) as node, worker(node) as (client, _):
         keys = block_keys("k", 6)
