@@ -21,14 +21,15 @@ from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 
+OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
 BACKOFF_S = (0.1, 2.0)
 UNKNOWN_AFTER_S = 5.0  # a registry that came back empty has heard everybody who lives by then
 
 
 class Membership:
-    """Implements ``core.membership.Peers``. ``on_fenced`` is called on the event loop: this life is over, leave at once."""
+    """Implements ``core.membership.Peers``. ``on_fenced`` is called on the event loop: this life is over."""
 
-    def __init__(self, registry: str, timing: TimingConfig, on_fenced: Callable[[str], None]) -> None:
+    def __init__(self, registry: str, timing: TimingConfig, on_fenced: OnFenced) -> None:
         self._registry = registry
         self._timing = timing
         self._on_fenced = on_fenced
@@ -157,7 +158,7 @@ class _Session:
         timing: TimingConfig,
         member: Member,
         welcome: asyncio.Future[None],
-        on_fenced: Callable[[str], None],
+        on_fenced: OnFenced,
     ) -> None:
         self._registry, self._beat_s = registry, timing.heartbeat_ms / 1000
         self._member, self._welcome, self._on_fenced = member, welcome, on_fenced
@@ -214,7 +215,7 @@ class _Session:
                     if message.HasField("welcome"):
                         self._tell(_set_result, self._welcome)
                     elif message.HasField("fenced"):
-                        self._tell(self._on_fenced, message.fenced)
+                        self._tell(self._on_fenced, message.fenced, message.replaced)
                         return True
             except grpc.RpcError as e:
                 if e.code() is grpc.StatusCode.FAILED_PRECONDITION:

@@ -1,4 +1,4 @@
-"""The shell that every role runs in, whoever started it: gRPC server, admin and health, registry session, reports, end."""
+"""The shell that every role runs in, whoever started it: gRPC face, registry session, reports, fences, an orderly end."""
 
 from __future__ import annotations
 
@@ -9,45 +9,39 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from typing import Any
 
 from moonpool.cluster.admin import Admin
+from moonpool.cluster.face import Face
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.reporter import Reporter
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.errors import ConfigError, MoonpoolError
-from moonpool.core.ids import Incarnation, Role
+from moonpool.core.errors import MoonpoolError
+from moonpool.core.ids import Incarnation
 from moonpool.core.membership import Member, Service
-from moonpool.wire import pb
 
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
 EXIT_FENCED = 75
 CLOSE_S = 10.0  # an orderly end takes no longer than this
-MAX_MESSAGE_BYTES = 64 << 20
-HOLDS_NO_KV = frozenset({Role.CONDUCTOR, Role.GATEWAY})  # nothing of theirs to fence: they come back as a newer life
+COME_BACK_S = 20.0
 
 Say = Callable[[str], None]
-
-
-@runtime_checkable
-class GrpcFace(Protocol):
-    """A service that is spoken to by gRPC, on the process's one server."""
-
-    def add_to(self, server: grpc.aio.Server) -> None: ...
+Again = Callable[[Member], Awaitable[tuple[Service, Member]]]
 
 
 @dataclass(slots=True)
 class Made:
-    """A started service, the member completed with what loading found out, and what to free after the service closed."""
+    """A started service, and the member completed with what loading found out.
+
+    ``again`` starts the service anew for a newer life of this process, keeping what took long to load; None where the
+    service holds neither slots nor pins and simply goes on. ``after``: what to free once the service closed for good.
+    """
 
     service: Service
     member: Member
+    again: Again | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -55,43 +49,27 @@ Make = Callable[[RoleSpec, Member, Membership, Say], Awaitable[Made]]
 
 
 class Process:
-    """One life of one member. ``say`` takes short progress lines; ``die`` ends the process at once (a fenced life)."""
+    """One member's process. ``say`` takes short progress lines; ``die`` ends the process at once."""
 
     def __init__(self, spec: RoleSpec, make: Make, say: Say, die: Callable[[int], None] = os._exit) -> None:
         self.spec, self._make, self._say, self._die = spec, make, say, die
         self._log = open_log(spec.state_dir, spec.member)
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._made: Made | None = None
+        self._face: Face | None = None
         self._peers: Membership | None = None
         self._reporter: Reporter | None = None
-        self._rejoin: asyncio.Task[None] | None = None
+        self._return: asyncio.Task[None] | None = None
         self._closing = False
-        self._health = HealthServicer()
-        self._server = grpc.aio.server(
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        )
-        self._member = Member(
-            spec.member, spec.role, spec.node, Incarnation(time.time_ns()), address="", pid=os.getpid(), ready=False
-        )
+        self._member = Member(spec.member, spec.role, spec.node, _now(), address="", pid=os.getpid(), ready=False)
 
     async def start(self) -> None:
-        """Serves, loads, joins; returns when ready. MoonpoolError where it cannot be."""
-        spec = self.spec
-        admin = Admin(lambda: self._member, lambda: self._made.service if self._made else None, self.stop)
-        pb.admin_rpc.add_AdminServicer_to_server(admin, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        await self._set_serving(False)
-        self._member = replace(self._member, address=f"{spec.config.cluster.host}:{self._listen()}")
-        self._peers = Membership(spec.registry, spec.config.timing, self._fenced)
-        self._made = await self._make(spec, self._member, self._peers, self._say)
-        if isinstance(self._made.service, GrpcFace):
-            self._made.service.add_to(self._server)
-        await self._server.start()
-        self._member = replace(self._made.member, ready=True)
-        await self._peers.join(self._member)
-        await self._set_serving(True)
-        self._reporter = Reporter(self._made.service, self._peers)
-        self._log.info("ready", address=self._member.address, incarnation=self._member.incarnation)
+        """Loads, serves, joins; returns when ready. MoonpoolError where it cannot be."""
+        face = self._open_face()
+        self._peers = Membership(self.spec.registry, self.spec.config.timing, self._fenced)
+        self._made = await self._make(self.spec, self._member, self._peers, self._say)
+        self._member = self._made.member
+        await self._serve(face, self._made.service, self._peers)
         self._say(f"ready at {self._member.address}")
 
     def stop(self, code: int = EXIT_STOPPED) -> None:
@@ -117,55 +95,80 @@ class Process:
         """Leaves in order: no new work, the service's own end, the registry, the server. Bounded by ``CLOSE_S``."""
         self._log.info("closing")
         self._closing = True
+        if self._return:
+            await asyncio.wait({self._return})
         try:
             async with asyncio.timeout(CLOSE_S):
-                await self._set_serving(False)
                 if self._peers:
                     self._peers.update(replace(self._member, ready=False))
-                if self._rejoin:
-                    await self._rejoin
-                if self._reporter:
-                    await self._reporter.close()
                 if self._made:
-                    await self._made.service.close()
+                    await self._end_service(self._made)
                     for free in self._made.after:
                         free()
                 if self._peers:
                     await self._peers.leave()
-                await self._server.stop(grace=0.5)
+                if self._face:
+                    await self._face.stop(0.5)
         except TimeoutError:
             self._log.error("close took too long", limit_s=CLOSE_S)
         self._log.info("closed")
 
-    def _listen(self) -> int:
-        host = self.spec.config.cluster.host
-        try:
-            return int(self._server.add_insecure_port(f"{host}:0"))
-        except RuntimeError as e:
-            raise ConfigError(f"cluster.host: cannot listen on {host!r}; give an address of this machine") from e
+    # one life
 
-    async def _set_serving(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set("", status)
+    def _open_face(self) -> Face:
+        admin = Admin(lambda: self._member, lambda: self._made.service if self._made else None, self.stop)
+        self._face = Face(self.spec.config.cluster.host, admin)
+        self._member = replace(self._member, address=self._face.address)
+        return self._face
 
-    def _fenced(self, why: str) -> None:
-        """This life is over. Who holds slots or pins ends at once, with what is still in its sockets: no orderly close."""
-        self._log.error("fenced", why=why)
+    async def _serve(self, face: Face, service: Service, peers: Membership) -> None:
+        await face.start(service)
+        self._member = replace(self._member, ready=True)
+        await peers.join(self._member)
+        await face.set_serving(True)
+        self._reporter = Reporter(service, peers)
+        self._log.info("ready", address=self._member.address, incarnation=self._member.incarnation)
+
+    async def _end_service(self, made: Made) -> None:
+        if self._face:
+            await self._face.set_serving(False)
+        if self._reporter:
+            await self._reporter.close()
+            self._reporter = None
+        await made.service.close()
+
+    # fences
+
+    def _fenced(self, why: str, replaced: bool) -> None:
+        """This life is over. ``replaced``: another process has the name; otherwise this one may come back as a newer life."""
+        self._log.error("fenced", why=why, replaced=replaced)
         if self._closing:  # nothing of its is in flight any more, and what it still has to put away is its own
             return
         self._say(f"fenced: {why}")
-        if self.spec.role not in HOLDS_NO_KV:
+        if replaced or self._made is None or self._peers is None:
             self._die(EXIT_FENCED)
-        self._rejoin = asyncio.create_task(self._come_back(), name="process-rejoin")
+            return
+        self._return = asyncio.create_task(self._come_back(self._made, self._peers), name="process-come-back")
 
-    async def _come_back(self) -> None:
-        self._member = replace(self._member, incarnation=Incarnation(time.time_ns()))
+    async def _come_back(self, made: Made, peers: Membership) -> None:
+        """Drops everything that the fenced life held, and joins as a newer one; ends the process where that fails."""
         try:
-            if self._peers:
-                await self._peers.join(self._member)
-        except MoonpoolError as e:
-            self._log.error("cannot rejoin", why=e.message)
+            async with asyncio.timeout(COME_BACK_S):
+                self._member = replace(self._member, incarnation=_now(), ready=False)
+                if made.again and self._face:
+                    await self._end_service(made)
+                    await self._face.stop(0)
+                    face = self._open_face()
+                    made.service, self._member = await made.again(self._member)
+                    await self._serve(face, made.service, peers)
+                else:
+                    self._member = replace(self._member, ready=True)
+                    await peers.join(self._member)
+        except Exception as e:  # noqa: BLE001  whatever it is, a life that cannot begin must not linger half-way
+            self._log.error("cannot come back", exc_info=e)
             self._die(EXIT_FENCED)
+            return
+        self._say(f"back as life {self._member.incarnation}")
 
 
 async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:
@@ -190,6 +193,10 @@ def _read_lifeline(lifeline: int, process: Process) -> None:
     if not os.read(lifeline, 4096):
         asyncio.get_running_loop().remove_reader(lifeline)
         process.stop()
+
+
+def _now() -> Incarnation:
+    return Incarnation(time.time_ns())
 
 
 def _in_one_line(spec: RoleSpec, error: BaseException) -> str:

@@ -30,7 +30,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._sweep_s = timing.heartbeat_ms / 1000 / 2
         self.roster = Roster(timing.silent_after_ms / 1000)
         self._watchers: set[asyncio.Queue[MemberChange | None]] = set()
-        self._sessions: dict[MemberId, asyncio.Queue[str]] = {}  # where to say `fenced`
+        self._sessions: dict[MemberId, asyncio.Queue[Fenced | None]] = {}  # where to say `fenced`
         self._server: grpc.aio.Server | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
@@ -87,20 +87,20 @@ class Registry(pb.registry_rpc.RegistryServicer):
         try:
             member = self._join(first)
         except Fenced as e:
-            yield pb.registry.RegistryMessage(fenced=str(e))
+            yield _message(e)
             return
         except MoonpoolError as e:
             await context.abort(grpc.StatusCode[e.grpc_status], e.message)
             return
-        fences: asyncio.Queue[str] = asyncio.Queue(1)
-        self._fence_older(member.id, f"{member.id}: a newer life ({member.incarnation}) took the name")
+        fences: asyncio.Queue[Fenced | None] = asyncio.Queue(1)
+        self._fence_older(member.id, Fenced(f"{member.id}: a newer life ({member.incarnation}) took the name", replaced=True))
         self._sessions[member.id] = fences
         reader = asyncio.create_task(self._read(member, request_iterator, fences))
         try:
             yield pb.registry.RegistryMessage(welcome=pb.types.Empty())
-            word = await fences.get()
-            if word:
-                yield pb.registry.RegistryMessage(fenced=word)
+            fence = await fences.get()
+            if fence:
+                yield _message(fence)
         finally:
             reader.cancel()
             if self._sessions.get(member.id) is fences:
@@ -112,9 +112,11 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._tell(self.roster.join(member, self._clock()))
         return member
 
-    async def _read(self, member: Member, beats: AsyncIterator[pb.registry.MemberBeat], fences: asyncio.Queue[str]) -> None:
+    async def _read(
+        self, member: Member, beats: AsyncIterator[pb.registry.MemberBeat], fences: asyncio.Queue[Fenced | None]
+    ) -> None:
         """Heartbeats until the member leaves, is fenced, or its stream breaks; the last word wakes the session."""
-        word = ""
+        fence: Fenced | None = None
         try:
             async for beat in beats:
                 if beat.leaving:
@@ -123,10 +125,12 @@ class Registry(pb.registry_rpc.RegistryServicer):
                     self._join(beat)
                 else:
                     self.roster.beat(member.id, member.incarnation, self._clock())
-        except (Fenced, LayoutMismatch) as e:
-            word = str(e)
+        except Fenced as e:
+            fence = e
+        except LayoutMismatch as e:
+            fence = Fenced(e.message)
         finally:
-            _say(fences, word)  # a stream that broke ends like one that was closed: only `leaving` tells
+            _say(fences, fence)  # a stream that broke ends like one that was closed: only `leaving` tells
 
     async def Watch(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.types.MemberChange]:
         queue = self.subscribe()
@@ -147,10 +151,10 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     # changes
 
-    def _fence_older(self, member: MemberId, word: str) -> None:
+    def _fence_older(self, member: MemberId, fence: Fenced) -> None:
         older = self._sessions.get(member)
         if older is not None:
-            _say(older, word)
+            _say(older, fence)
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
@@ -163,9 +167,13 @@ class Registry(pb.registry_rpc.RegistryServicer):
             self._tell(self.roster.sweep(self._clock()))
 
 
-def _say(fences: asyncio.Queue[str], word: str) -> None:
+def _message(fence: Fenced) -> pb.registry.RegistryMessage:
+    return pb.registry.RegistryMessage(fenced=str(fence), replaced=fence.replaced)
+
+
+def _say(fences: asyncio.Queue[Fenced | None], fence: Fenced | None) -> None:
     if fences.empty():
-        fences.put_nowait(word)
+        fences.put_nowait(fence)
 
 
 def _offer(queue: asyncio.Queue[MemberChange | None], change: MemberChange | None) -> None:

@@ -17,6 +17,7 @@ from moonpool.cluster.process import Made, Say
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import key_id, load_hash_key
 from moonpool.core.config import Config
+from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
 
@@ -51,11 +52,18 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
     layout = await asyncio.to_thread(kv_layout, spec.config, spec.model_dir)
     member = replace(member, layout=layout)
     store = await asyncio.to_thread(_store_class)
-    node = await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
+
+    async def start(member: Member) -> StoreNode:
+        return await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
+
+    async def again(member: Member) -> tuple[Service, Member]:
+        return await start(member), member
+
+    node = await start(member)
     slots, slot_mib = node.slots.total, layout.slot_bytes / (1 << 20)
     memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
     say(f"memory: {memory}")
-    return Made(node, replace(member, details={"memory": memory}))
+    return Made(node, replace(member, details={"memory": memory}), again)
 
 
 async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
@@ -69,7 +77,14 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         details={"memory": memory, "dtype": config.model.dtype, "model": str(spec.model_dir)},
     )
     start = await asyncio.to_thread(_worker_start, spec.role)
-    return Made(await start(config, engine, member, peers), member, [engine.close])
+
+    async def again(member: Member) -> tuple[Service, Member]:
+        engine.pages.clear_cached()
+        if engine.pages.used:
+            raise Bug(f"{member.id}: the life before left {engine.pages.used} pages held")
+        return await start(config, engine, member, peers), member
+
+    return Made(await start(config, engine, member, peers), member, again, [engine.close])
 
 
 def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:

@@ -18,7 +18,11 @@ from moonpool.core.membership import Liveness, Member, MemberChange
 
 
 class Fenced(Exception):
-    """This life is over: its name was taken by a newer one, or it was declared silent or gone. The message says which."""
+    """This life is over: a newer one took its name (``replaced``), or it was declared silent or gone."""
+
+    def __init__(self, why: str, *, replaced: bool = False) -> None:
+        super().__init__(why)
+        self.replaced = replaced
 
 
 class Roster:
@@ -42,7 +46,7 @@ class Roster:
         if known and known.member.incarnation == member.incarnation:
             self.beat(member.id, member.incarnation, now)
         elif known and known.member.incarnation > member.incarnation:
-            raise Fenced(f"{member.id}: a newer life ({known.member.incarnation}) took the name")
+            raise Fenced(f"{member.id}: a newer life ({known.member.incarnation}) took the name", replaced=True)
         self._require_agreement(member)
         changes = []
         if known and known.member.incarnation < member.incarnation and known.liveness is not Liveness.GONE:
@@ -56,7 +60,7 @@ class Roster:
         """Fenced unless this life is the newest one and live."""
         known = self._known.get(member)
         if known is None or known.member.incarnation != incarnation:
-            raise Fenced(f"{member}: life {incarnation} is not the newest one")
+            raise Fenced(f"{member}: life {incarnation} is not the newest one", replaced=True)
         if known.liveness is not Liveness.LIVE:
             raise Fenced(f"{member}: was declared {known.liveness.value}: {known.proof}")
         self._beats[member] = now

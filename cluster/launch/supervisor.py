@@ -65,7 +65,7 @@ class Supervisor:
         address = await self._open_registry()
         state = ClusterState(ProcessRecord.of(os.getpid()), self._config.cluster.name, self._config.cluster.launcher, address)
         self._state.write(state)
-        peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why: None)
+        peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why, replaced: None)
         self._deaths = DeathWatch(peers)
         config = with_shared_pool(self._config, memory=free_memory(), space=_space(region_directory(self._config.store)))
         for stage in plan(config, registry=address, model_dir=model_dir):

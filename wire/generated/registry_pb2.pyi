@@ -53,8 +53,11 @@ class RegistryMessage(message.Message):
     WELCOME_FIELD_NUMBER: builtins.int
     BEAT_FIELD_NUMBER: builtins.int
     FENCED_FIELD_NUMBER: builtins.int
+    REPLACED_FIELD_NUMBER: builtins.int
     fenced: builtins.str
-    """a newer incarnation took the name: drop everything and leave"""
+    """this life is over: drop everything"""
+    replaced: builtins.bool
+    """with `fenced`: another process took the name; otherwise the same one may join as a newer life"""
     @builtins.property
     def welcome(self) -> types_pb2.Empty: ...
     @builtins.property
@@ -65,10 +68,11 @@ class RegistryMessage(message.Message):
         welcome: types_pb2.Empty | None = ...,
         beat: types_pb2.Empty | None = ...,
         fenced: builtins.str = ...,
+        replaced: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["beat", b"beat", "fenced", b"fenced", "kind", b"kind", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["beat", b"beat", "fenced", b"fenced", "kind", b"kind", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["beat", b"beat", "fenced", b"fenced", "kind", b"kind", "replaced", b"replaced", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["welcome", "beat", "fenced"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015

@@ -12,10 +12,13 @@ from moonpool.cluster.membership import Membership
 from moonpool.cluster.process import Made, Say, run_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import ConfigError
-from moonpool.core.membership import Member, WorkerReport
+from moonpool.core.membership import Member, Service, WorkerReport
 
 
 class Dummy:
+    def __init__(self, lives: str) -> None:
+        self._lives = lives
+
     def add_to(self, server: grpc.aio.Server) -> None:
         pass
 
@@ -23,7 +26,7 @@ class Dummy:
         return {"answer": 42.0}
 
     def words(self) -> dict[str, str]:
-        return {"kind": "dummy"}
+        return {"kind": "dummy", "lives": self._lives}
 
     def report(self) -> WorkerReport | None:
         return None
@@ -35,7 +38,12 @@ class Dummy:
 async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     if spec.config.model.name == "broken":
         raise ConfigError("model.name: 'broken' cannot be loaded; use another")
-    return Made(Dummy(), member)
+    first = str(member.incarnation)
+
+    async def again(member: Member) -> tuple[Service, Member]:
+        return Dummy(f"{first} {member.incarnation}"), member
+
+    return Made(Dummy(first), member, again)
 
 
 if __name__ == "__main__":

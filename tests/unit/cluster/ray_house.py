@@ -38,7 +38,7 @@ async def main(folder: Path) -> dict[str, Any]:
     await launcher.open()
     registry = Registry(config.timing)
     address = await registry.start("127.0.0.1")
-    peers = Membership(address, config.timing, lambda why: None)
+    peers = Membership(address, config.timing, lambda why, replaced: None)
     deaths = DeathWatch(peers)
     for name, node in NAMES.items():
         await launcher.start(RoleSpec(name, Role.CONDUCTOR, node, config, address, Path("none")))

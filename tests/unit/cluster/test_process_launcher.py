@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from moonpool.cluster.membership import Membership
 from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, ModelConfig, TimingConfig
-from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member
 from moonpool.wire import pb
 
@@ -50,7 +51,7 @@ class House:
 
     async def start(self) -> None:
         address = await self.registry.start("127.0.0.1")
-        self.peers = Membership(address, self.config.timing, lambda why: None)
+        self.peers = Membership(address, self.config.timing, lambda why, replaced: None)
         self.peers.subscribe(lambda c: self.lives.append((c.member.pid, c.liveness.value, c.proof)))
         self.deaths = DeathWatch(self.peers)
         await self.launcher.open()
@@ -118,6 +119,31 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_own_line(tmp_pat
     async with house(tmp_path, Config(model=ModelConfig(name="broken"))) as h:
         why = await asyncio.wait_for(h.failures.get(), 30.0)
         assert why == "conductor-0: model.name: 'broken' cannot be loaded; use another"
+
+
+async def test_a_frozen_process_wakes_as_a_newer_life_of_the_same_process(tmp_path: Path) -> None:
+    async with house(tmp_path) as h:
+        first = await h.live_one()
+        os.kill(first.pid, signal.SIGSTOP)
+        await h.peers.until(lambda: (first.pid, "silent") in [life[:2] for life in h.lives], 10.0, "silence")
+        os.kill(first.pid, signal.SIGCONT)
+        await h.peers.until(lambda: first.pid in [m.pid for m in h.peers.live(Role.CONDUCTOR)], 10.0, "return")
+        second = await h.live_one()
+        assert (second.pid, second.incarnation > first.incarnation) == (first.pid, True)
+        assert second.address != first.address
+        async with grpc.aio.insecure_channel(second.address) as channel:
+            stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty())
+        assert stats.words["lives"] == f"{first.incarnation} {second.incarnation}"
+        assert not any("restart" in line for line in h.said)
+
+
+async def test_a_process_whose_name_another_one_took_ends(tmp_path: Path) -> None:
+    async with house(tmp_path) as h:
+        first = await h.live_one()
+        other = Membership(h.registry.address, h.config.timing, lambda why, replaced: None)
+        await other.join(replace(first, incarnation=Incarnation(first.incarnation + 1), pid=os.getpid()))
+        await h.peers.until(lambda: any("exit code 75" in line for line in h.said), 10.0, "end")
+        await other.leave()
 
 
 async def test_a_child_stops_when_its_launcher_is_gone(tmp_path: Path) -> None:

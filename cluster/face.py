@@ -1,0 +1,54 @@
+"""The gRPC server of one life: admin, health, and the role's own service where it has a gRPC face."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from moonpool.cluster.admin import Admin
+from moonpool.core.errors import ConfigError
+from moonpool.core.membership import Service
+from moonpool.wire import pb
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+@runtime_checkable
+class GrpcFace(Protocol):
+    """A service that is spoken to by gRPC, on the process's one server."""
+
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+
+class Face:
+    """Bound when made, serving once started. ConfigError: ``host`` is no address of this machine."""
+
+    def __init__(self, host: str, admin: Admin) -> None:
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        )
+        self._health = HealthServicer()
+        pb.admin_rpc.add_AdminServicer_to_server(admin, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        try:
+            port = self._server.add_insecure_port(f"{host}:0")
+        except RuntimeError as e:
+            raise ConfigError(f"cluster.host: cannot listen on {host!r}; give an address of this machine") from e
+        self.address = f"{host}:{port}"
+
+    async def start(self, service: Service) -> None:
+        """Health says not serving until told otherwise."""
+        if isinstance(service, GrpcFace):
+            service.add_to(self._server)
+        await self.set_serving(False)
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self._health.set("", status)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
