@@ -91,7 +91,13 @@ class Agent:
 
     def start(self) -> None:
         """Listen. A socket left by an earlier life of this node is replaced."""
-        _private_folder(self.path.parent)
+        try:
+            _private_folder(self.path.parent)
+        except OSError as e:
+            raise ConfigError(
+                f"cluster.state_dir: cannot make {self.path.parent}: {e.strerror}; name another folder",
+                param="cluster.state_dir",
+            ) from e
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self.path.unlink(missing_ok=True)

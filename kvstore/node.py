@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from moonpool.core.config import Config
-from moonpool.core.errors import Busy, Failure, InvalidRequest, TransferFailed
+from moonpool.core.errors import Busy, ConfigError, Failure, InvalidRequest, TransferFailed
 from moonpool.core.events import IndexSnapshot
 from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
@@ -46,6 +46,8 @@ def make_receiver(config: Config, member: Member, on_notices: OnNotices) -> Rece
     """The carrier for writers of other nodes; None where only mapped segments are wanted."""
     if config.transfer.carrier == "segment":
         return None
+    if config.transfer.carrier == "memory":
+        raise ConfigError("transfer.carrier: 'memory' moves bytes inside one process only; use auto", param="transfer.carrier")
     from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
 
     return UcxReceiver(member, config.transfer, on_notices)
@@ -173,6 +175,9 @@ class StoreNode:
             if not await self.receiving.remake_for_room():
                 raise
             self.changed()
+            self.lives.require_live(ask.writer)  # meanwhile either may have gone, and nobody would end the landing
+            if ask.reader is not None:
+                self.sessions.get(ask.reader)
             landing = self.pool.landings.grant(ask, self.clock())
         self.changed()
         return landing

@@ -93,14 +93,16 @@ async def store_node(settings: Config, roll: Roll, node: str = "a", **parts: Any
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     me = member(f"store-{node}", Role.STORE, node, address=f"127.0.0.1:{port}")
-    started = await StoreNode.start(settings, me, LAYOUT, roll, **parts)
-    started.add_to(server)
-    await server.start()
-    roll.say(me)
     try:
-        yield started
+        started = await StoreNode.start(settings, me, LAYOUT, roll, **parts)
+        started.add_to(server)
+        await server.start()
+        roll.say(me)
+        try:
+            yield started
+        finally:
+            await started.close()
     finally:
-        await started.close()
         await server.stop(0.2)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.store import LAYOUT, Roll, block_bytes, block_keys, config, member, store_node, worker, writer
 
-from moonpool.core.errors import DigestMismatch, InvalidRequest, LayoutMismatch, PeerSilent, Reason
+from moonpool.core.errors import ConfigError, DigestMismatch, InvalidRequest, LayoutMismatch, PeerSilent, Reason
 from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.landing import Ticket
@@ -356,6 +356,18 @@ async def test_events_reach_a_subscriber_over_the_wire(tmp_path: Path) -> None:
         assert batch.events[0].change is BlockChange.REMOVED
         stream.cancel()
         await until(lambda: node.numbers()["watchers"] == 0, "the subscriber is forgotten")
+
+
+async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    for settings, words in (
+        (config(tmp_path, transfer={"carrier": "memory"}), "transfer.carrier"),
+        (config(tmp_path, store={"pool_bytes": 1 << 60}), "store.pool_bytes"),
+        (config(tmp_path, cluster={"state_dir": "/proc/nowhere"}), "cluster.state_dir"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            async with store_node(settings, Roll()):
+                pass
+        assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_node_that_leaves_tells_its_workers(tmp_path: Path) -> None:
