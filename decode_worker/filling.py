@@ -184,6 +184,14 @@ class Filler:
             for handoff in list(self._handoffs.values()):
                 if (silent := self._silence(handoff)) is not None:
                     handoff.fail(silent)
+            self._close_channels()
+
+    def _close_channels(self) -> None:
+        """To addresses where no prefill worker is any more: a restarted one has another."""
+        used = {handoff.prefill.address for handoff in self._handoffs.values()}
+        live = {member.address for role in (Role.PREFILL, Role.BOTH) for member in self._peers.live(role)}
+        for address in self._channels.keys() - used - live:
+            self._spawn(self._channels.pop(address).close())
 
     def _silence(self, handoff: Handoff) -> Failure | None:
         """Why the prefill worker of ``handoff`` will not finish it, where that is known."""

@@ -91,7 +91,8 @@ class Handoff:
         except grpc.aio.AioRpcError as e:
             self._broken(Failure.of(error_of(e, self.prefill.id)))
         except asyncio.CancelledError:
-            if not self._cancelled:  # not by us: the worker is closing
+            if not self._cancelled:  # not by us: the channel or the worker is closing
+                self._broken(Failure(Reason.PEER_SILENT, f"the call to {self.prefill.id} was ended", self.prefill.id))
                 raise
         except MoonpoolError as e:
             self.fail(Failure.of(e))

@@ -291,3 +291,38 @@ async def test_a_gateway_that_leaves_ends_its_hand_offs(tmp_path: Path, tiny_mod
         await asyncio.sleep(0.05)
         split.decode.close_stream(split.gateway.stream)
         await split.idle()
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 48])
+async def test_ids_and_logprobs_are_the_same_cold_from_device_pages_from_the_pool_and_from_another_node(
+    tmp_path: Path, tiny_model: Path, length: int
+) -> None:
+    async with split_path(tmp_path, tiny_model, nodes=("a", "b")) as split:
+        runs = []
+        for way in ("cold", "device", "remote", "pool"):
+            if way in ("remote", "pool"):
+                await split.clear_device_pages()
+                split.place(segments=[Segment(0, length // 16, Source.FETCH, NodeId("b"))] if way == "remote" else [])
+            answer = await split.gateway.ask(split.asker.request(ids(length), max_tokens=5, logprobs=2))
+            await split.idle()
+            assert answer.cached_tokens < length
+            assert (answer.cached_tokens > 0) == (way != "cold" and length >= 16)
+            runs.append([e.sampled for e in answer.emissions if e.sampled])
+        for run in runs[1:]:
+            assert [s.token for s in run] == [s.token for s in runs[0]]
+            for mine, cold in zip(run, runs[0], strict=True):
+                assert mine.logprob == pytest.approx(cold.logprob, abs=1e-4)
+                assert [t.logprob for t in mine.top] == pytest.approx([t.logprob for t in cold.top], abs=1e-4)
+
+
+async def test_a_resumed_attempt_goes_on_where_the_first_one_stopped(tmp_path: Path, tiny_model: Path) -> None:
+    async with split_path(tmp_path, tiny_model) as split:
+        sampling = {"max_tokens": 40, "temperature": 1.0, "seed": 11, "presence_penalty": 1.0}
+        whole = await split.gateway.ask(split.asker.request(ids(30), **sampling))
+        for cut in (1, 2, 3, 20, 39):
+            request = split.asker.request(ids(30), **sampling)
+            resumed = split.gateway.begin(request, number=2, emitted=whole.ids[:cut])
+            await resumed.over.wait()
+            assert whole.ids[:cut] + resumed.ids == whole.ids
+            assert resumed.emissions[0].position == cut
+        await split.idle()

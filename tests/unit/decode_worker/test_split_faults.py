@@ -270,3 +270,34 @@ async def test_malformed_messages_are_refused_and_the_stream_goes_on(tmp_path: P
             events = [event async for event in pb.prefill_rpc.PrefillStub(channel).Run(job)]
             assert events[-1].failed.reason == Reason.INVALID_REQUEST
         await split.idle()
+
+
+async def test_after_a_prefill_worker_is_gone_its_channel_is_closed_and_its_landing_ends(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """The first token ended the request; the landing stays for the cache until the source has drained, or never will."""
+    async with split_path(tmp_path, tiny_model, prefills=2) as split:
+        pusher = split.prefills[0]._pusher
+        grant = pusher.grant
+        go = asyncio.Event()
+
+        async def stuck(*args: Any, **more: Any) -> Any:
+            landing = await grant(*args, **more)
+            drain = landing.drain
+
+            async def later() -> Any:
+                await go.wait()
+                return await drain()
+
+            landing.drain = later
+            return landing
+
+        pusher.grant = stuck  # type: ignore[method-assign]
+        answer = await split.gateway.ask(split.asker.request(ids(50), max_tokens=1))
+        assert len(answer.ids) == 1
+        assert split.stores["a"].numbers()["landings_open"] == 1
+        split.crowd.tell(MemberChange(split.prefill_members[0], Liveness.SILENT, "frozen"))
+        await asyncio.sleep(0.1)
+        assert not split.decode._filler._channels
+        go.set()
+        await split.idle()
