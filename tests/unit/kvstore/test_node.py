@@ -20,6 +20,7 @@ from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.landing import Ticket
 from moonpool.core.membership import Liveness
 from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.node import StoreNode
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 from moonpool.wire.frames import decode_events, decode_snapshot
@@ -365,8 +366,7 @@ async def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         (config(tmp_path, cluster={"state_dir": "/proc/nowhere"}), "cluster.state_dir"),
     ):
         with pytest.raises(ConfigError, match=words):
-            async with store_node(settings, Roll()):
-                pass
+            await StoreNode.start(settings, member("store-a", Role.STORE, "a"), LAYOUT, Roll())
         assert list(tmp_path.iterdir()) == []
 
 
