@@ -117,7 +117,11 @@ async def split_path(
         config = Config.model_validate(
             base.model_dump()
             | {
-                "store": {"pool_bytes": slots * layout.slot_bytes, "region_bytes": max(1 << 20, 16 * layout.slot_bytes), "directory": str(folder)},
+                "store": {
+                    "pool_bytes": slots * layout.slot_bytes,
+                    "region_bytes": max(1 << 20, 16 * layout.slot_bytes),
+                    "directory": str(folder),
+                },
                 "transfer": {"carrier": carrier},
                 "timing": base.timing.model_dump() | {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
                 "cluster": base.cluster.model_dump() | {"name": folder.name[:40], "state_dir": str(folder)},
