@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.config import Config
 from moonpool.core.digests import slice_digest
-from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId, Role
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.landing import Landed, Landing, LandingSlot, PushNotice, Region, SliceNotice
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange
@@ -38,6 +39,15 @@ def block_keys(name: str, n: int) -> list[bytes]:
 def block_bytes(key: bytes) -> NDArray[np.uint8]:
     """[block_bytes] of a block's content, the same for everybody."""
     return np.random.default_rng(list(key)).integers(0, 255, LAYOUT.block_bytes, dtype=np.uint8)
+
+
+async def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+    """Looks every 10 ms: it is the node's own timers and threads that decide when."""
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never came true: {what}")
 
 
 class Roll:
@@ -205,21 +215,3 @@ async def writer(
         yield opened
     finally:
         await opened.close()
-
-
-def with_address(node: StoreNode, address: str) -> Member:
-    return replace(node.member, address=address)
-
-
-__all__ = [
-    "LAYOUT",
-    "Heard",
-    "MappedWriter",
-    "RequestId",
-    "Roll",
-    "block_bytes",
-    "block_keys",
-    "config",
-    "member",
-    "store_node",
-]

@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.store import Roll, block_keys, config, member, store_node, worker, writer
+from support.store import Roll, block_keys, config, member, store_node, until, worker, writer
 
 from moonpool.core.errors import Reason
 from moonpool.core.ids import Incarnation, MemberId, Role
@@ -22,14 +22,6 @@ from moonpool.wire import pb
 
 pytestmark = pytest.mark.processes
 TESTS = Path(__file__).parents[2]
-
-
-async def until(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
-    for _ in range(int(seconds / 0.01)):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never came true: {what}")
 
 
 @asynccontextmanager

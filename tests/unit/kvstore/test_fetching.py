@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_node, worker
+from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_node, until, worker
 
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import Ticket
@@ -21,14 +21,6 @@ from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.transfer.memory import Faults, MemoryNetwork
 
 LONG_MS = 20_000
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never came true: {what}")
 
 
 @dataclass

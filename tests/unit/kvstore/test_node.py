@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from support.store import LAYOUT, Roll, block_bytes, block_keys, config, member, store_node, worker, writer
+from support.store import LAYOUT, Roll, block_bytes, block_keys, config, member, store_node, until, worker, writer
 
 from moonpool.core.errors import ConfigError, DigestMismatch, InvalidRequest, LayoutMismatch, PeerSilent, Reason
 from moonpool.core.events import BlockChange
@@ -24,15 +23,6 @@ from moonpool.kvstore.node import StoreNode
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 from moonpool.wire.frames import decode_events, decode_snapshot
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    """Polls: the node's own timers decide when."""
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never came true: {what}")
 
 
 async def test_blocks_published_by_a_worker_are_found_pinned_and_read_back(tmp_path: Path) -> None:
