@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -42,6 +43,15 @@ IDLE_AT_ZERO = (
 )
 
 
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def _end_with_parent() -> None:
+    """A test run that is killed takes its clusters with it."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 @dataclass(frozen=True)
 class Answer:
     ids: tuple[int, ...]
@@ -77,7 +87,9 @@ class LocalCluster:
     def start(self, launcher: str = "process") -> None:
         command = [sys.executable, "-m", "moonpool.cli.main", "up", "--launcher", launcher, *self._settings]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent
+            )
         states, until = StateDir(self.folder / "state"), time.monotonic() + START_S
         while self.state is None:
             found = states.read()
