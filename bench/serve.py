@@ -49,6 +49,7 @@ _OUTPUT = 128
 _LEAST_TOGETHER = 16  # tokens each request must emit while all of the batch decode
 _SETTLE_S = 0.3  # between two turns: the side that just worked has then stopped spinning and publishing
 _POOL = str(1 << 30)
+_QUIET_LOAD = 0.5
 
 Samples = dict[str, list[float]]
 
@@ -76,6 +77,11 @@ def serve(options: ServeOptions, say: Callable[[str], None] = lambda line: print
     model_dir = local_model(options.model, say)
     machine = machine_facts()
     threads = int(str(machine["cores"]))
+    if float(str(machine["load_1_min"])) > _QUIET_LOAD:
+        say(
+            f"warning: load {machine['load_1_min']}: something else is computing here, and OpenMP threads that wait for one"
+            " another then lose far more than their share; figures and ratios of this run mean little"
+        )
     samples: dict[str, Samples] = {}
     for mode in ("both", "split") if options.mode == "all" else (options.mode,):
         nodes = BOTH if mode == "both" else SPLIT
