@@ -160,7 +160,9 @@ class Job:
 
         LoadStopped when the attempt ended meanwhile, PrefixLost when a loaded block is bad, TransferFailed.
         """
-        relied = max(blocks_for(chunk.start, self._engine.layout.block_tokens) - self.matched, 0) if self.load else 0
+        # Of what the chunk builds on, the loaded blocks: those after them were computed by earlier chunks of this job.
+        reused_tokens = min(chunk.start, self.start)
+        relied = max(blocks_for(reused_tokens, self._engine.layout.block_tokens) - self.matched, 0) if self.load else 0
         blocks = tuple(self._blocks_of(chunk))
         reused = tuple(self._reused_blocks(chunk)) if chunk.number == 0 else ()
 

@@ -69,6 +69,20 @@ async def test_a_prompt_comes_from_this_hosts_pool_after_the_device_pages_are_go
         assert split.prefills[0].report().prefills[0].loaded_tokens == answer.cached_tokens
 
 
+async def test_several_chunks_are_computed_after_a_prefix_from_the_pool(tmp_path: Path, tiny_model: Path) -> None:
+    async with split_path(tmp_path, tiny_model) as split:
+        shared = ids(48)
+        await check(split, split.asker.request(shared, max_tokens=2))
+        await split.clear_device_pages()
+        longer = split.asker.request([*shared, *ids(150, seed=1)], max_tokens=6)
+        async with asyncio.timeout(20):
+            answer = await split.gateway.ask(longer)
+        await split.idle()
+        assert answer.ids == split.oracle(longer)
+        assert answer.cached_tokens == 48
+        assert split.prefills[0].numbers().get("prefix_blocks_lost_count", 0) == 0
+
+
 @pytest.mark.parametrize("length", [48, 100])
 async def test_a_prompt_is_fetched_from_the_node_that_the_placement_names(
     tmp_path: Path, tiny_model: Path, length: int
