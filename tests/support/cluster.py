@@ -131,18 +131,11 @@ class LocalCluster:
     # -- looking into it ---------------------------------------------------------------------------------------------
 
     def changes(self) -> dict[str, MemberChange]:
-        """Every member's newest life, as the registry tells a new watcher."""
+        """Every member's newest life."""
         assert self.state is not None
-        found: dict[str, MemberChange] = {}
         with grpc.insecure_channel(self.state.registry) as channel:
-            stream = pb.registry_rpc.RegistryStub(channel).Watch(pb.types.Empty(), timeout=1.0)
-            try:
-                for message in stream:
-                    change = from_wire(message, MemberChange)
-                    found[change.member.id] = change
-            except grpc.RpcError:
-                pass  # the snapshot is over: the stream would go on with changes
-        return found
+            known = pb.registry_rpc.RegistryStub(channel).List(pb.types.Empty(), timeout=5.0)
+        return {change.member.id: change for change in (from_wire(m, MemberChange) for m in known.members)}
 
     def member(self, name: str) -> Member:
         return self.changes()[name].member
