@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 import grpc
@@ -23,10 +23,16 @@ class DevicePages(Protocol):
 
 
 class Admin(pb.admin_rpc.AdminServicer):
-    """``service`` is None while the process loads."""
+    """``service`` is None while the process loads. ``report`` tells the conductors how things stand now."""
 
-    def __init__(self, member: Callable[[], Member], service: Callable[[], Service | None], stop: Callable[[], None]) -> None:
-        self._member, self._service, self._stop = member, service, stop
+    def __init__(
+        self,
+        member: Callable[[], Member],
+        service: Callable[[], Service | None],
+        report: Callable[[], Awaitable[None]],
+        stop: Callable[[], None],
+    ) -> None:
+        self._member, self._service, self._report, self._stop = member, service, report, stop
 
     async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
         service = self._service()
@@ -42,6 +48,7 @@ class Admin(pb.admin_rpc.AdminServicer):
         service: object = self._service()
         if isinstance(service, DevicePages):
             await service.clear_device_pages()
+            await self._report()  # a prompt that comes next must not be placed by pages that are gone
         return await self.Stats(request, context)
 
     async def Stop(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:

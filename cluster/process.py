@@ -116,7 +116,7 @@ class Process:
     # one life
 
     def _open_face(self) -> Face:
-        admin = Admin(lambda: self._member, lambda: self._made.service if self._made else None, self.stop)
+        admin = Admin(lambda: self._member, lambda: self._made.service if self._made else None, self._report, self.stop)
         self._face = Face(self.spec.config.cluster.host, admin)
         self._member = replace(self._member, address=self._face.address)
         return self._face
@@ -128,6 +128,10 @@ class Process:
         await face.set_serving(True)
         self._reporter = Reporter(service, peers)
         self._log.info("ready", address=self._member.address, incarnation=self._member.incarnation)
+
+    async def _report(self) -> None:
+        if self._reporter:
+            await self._reporter.report()
 
     async def _end_service(self, made: Made) -> None:
         if self._face:

@@ -29,18 +29,19 @@ class Reporter:
         for _, channel in self._channels.values():
             await channel.close()
 
+    async def report(self) -> None:
+        """Tells every live conductor how things stand now."""
+        conductors = self._peers.live(Role.CONDUCTOR)
+        await self._drop_others({c.id: c.address for c in conductors})
+        report = self._service.report() if conductors else None
+        if report is not None:
+            message = to_wire(report, pb.types.WorkerReport())
+            await asyncio.gather(*(self._send(c.id, c.address, message) for c in conductors))
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            conductors = self._peers.live(Role.CONDUCTOR)
-            await self._drop_others({c.id: c.address for c in conductors})
-            if not conductors:
-                continue
-            report = self._service.report()
-            if report is None:
-                return
-            message = to_wire(report, pb.types.WorkerReport())
-            await asyncio.gather(*(self._send(c.id, c.address, message) for c in conductors))
+            await self.report()
 
     async def _send(self, conductor: MemberId, address: str, message: pb.types.WorkerReport) -> None:
         if conductor not in self._channels:
