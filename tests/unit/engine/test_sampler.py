@@ -46,6 +46,10 @@ def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
     if len(kept) == VOCAB and p.top_p == 1:
         kept = list(range(VOCAB))
     margin = adjusted[kept[-1]] - adjusted[order[len(kept)]] if len(kept) < VOCAB else math.inf
+    penalised = {*s.prompt, *s.outputs}
+    for a, b in zip(order, order[1:], strict=False):  # equal but for rounding: either order is right
+        if a in penalised or b in penalised:
+            margin = min(margin, adjusted[a] - adjusted[b])
     weights = [math.exp((adjusted[t] - adjusted[order[0]]) / p.temperature) for t in kept]
     mass = np.cumsum(weights) / sum(weights)
     n = next((i + 1 for i, m in enumerate(mass) if m >= p.top_p), len(kept))
