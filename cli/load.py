@@ -53,7 +53,10 @@ def _generator(settings: list[str], given: dict[str, int | None]) -> Any:
 
 
 def replay(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="JSONL, perhaps .gz.")],
+    trace_file: Annotated[
+        Path | None, typer.Argument(metavar="[TRACE]", help="JSONL, perhaps .gz.", show_default=False)
+    ] = None,
+    generated: Annotated[bool, typer.Option("--generate", help="Replay an agentic trace made on the spot.")] = False,
     url: Annotated[str, typer.Option("--url", help="Base URL; default: the cluster that runs here.")] = "",
     ttft_target: Annotated[float | None, typer.Option("--ttft-target", metavar="MS", help="Target of every request.")] = None,
     tbt_target: Annotated[float | None, typer.Option("--tbt-target", metavar="MS", help="Target of every request.")] = None,
@@ -87,7 +90,7 @@ def replay(
         return find(name, config_file, settings)
 
     options = ReplayOptions(
-        trace_file,
+        _trace(trace_file, generated, limit),
         url=(url or running().url).rstrip("/"),
         scaling=Scaling(speed=speed, block_tokens=block_tokens, output_divisor=output_divisor, limit=limit, loops=loops),
         trace_block_tokens=trace_block_tokens,
@@ -105,6 +108,15 @@ def replay(
         say(f"report and pictures in {report}")
     if summary.interrupted:
         raise typer.Exit(130)
+
+
+def _trace(file: Path | None, generated: bool, limit: int) -> Any:
+    from moonpool.core.errors import ConfigError
+    from moonpool.loadgen.generate import GeneratorConfig
+
+    if (file is None) != generated:
+        raise ConfigError("TRACE: give a file, or --generate instead of one", param="TRACE")
+    return file if file is not None else GeneratorConfig(requests=limit or GeneratorConfig().requests)
 
 
 def _described(running: Running) -> dict[str, Any]:

@@ -70,6 +70,9 @@ def test_config_show_prints_a_file_that_can_be_given_back_with_origins(tmp_path:
         (("run", "registry", "--registry", "nowhere"), "is not host:port"),
         (("run", "--spec", "missing.json"), "cannot read missing.json"),
         (("chat", "hello", "--url", "http://127.0.0.1:1"), "does not answer"),
+        (("replay", "--url", "http://127.0.0.1:1"), "TRACE: give a file, or --generate"),
+        (("replay", "t.jsonl", "--generate", "--url", "http://127.0.0.1:1"), "TRACE: give a file, or --generate"),
+        (("replay", "--generate", "--speed", "0", "--url", "http://127.0.0.1:1"), "speed: 0.0"),
     ],
 )
 def test_a_mistake_is_one_line_naming_it_and_exit_code_2(tmp_path: Path, words: tuple[str, ...], named: str) -> None:
