@@ -114,6 +114,8 @@ class RayLauncher:
     def _init(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # on loopback, one user; token in shared deployments
+        # Ray would kill our actors once the whole machine, whoever fills it, is 95 % full. Budgets are checked at start-up.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
