@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import ClusterName, ConfigFile, Settings
+from moonpool.cli.options import ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import find
 
 
@@ -35,14 +35,18 @@ def chat(
         "temperature": temperature,
         "stream": True,
     }
+    answer_id = ""
     for event in _events(f"{base}/v1/chat/completions", body):
         if "error" in event:
             sys.stdout.write("\n")
             raise NoPath(f"answer: {event['error'].get('message', event['error'])}", retry_after_s=1.0)
+        answer_id = event.get("id", answer_id)
         for choice in event.get("choices", ()):
             sys.stdout.write(choice.get("delta", {}).get("content") or "")
             sys.stdout.flush()
     sys.stdout.write("\n")
+    if sys.stderr.isatty():
+        say(f"(why it was placed where it was: moonpool explain {answer_id})")
 
 
 def _first_model(base: str) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.cli.options import say
+from moonpool.cli.options import say, verb
 
 if TYPE_CHECKING:
     from moonpool.cluster.launch.state import StateDir
@@ -38,7 +38,7 @@ def start_detached(state: StateDir, argv: list[str]) -> int:
             running = state.read()
             if running is not None and running.phase == "ready" and running.supervisor.pid == child.pid:
                 _show(log, shown)
-                say(f"detached (process {child.pid}, output in {log}); `moonpool down` stops it")
+                say(f"detached (process {child.pid}, output in {log}); {verb('down', running.name)} stops it")
                 return 0
             time.sleep(POLL_S)
     except KeyboardInterrupt:

@@ -41,6 +41,11 @@ def read_config(
     return with_absolute_paths(config, Path.home()), origins
 
 
+def verb(word: str, cluster: str) -> str:
+    """The command line of ``word`` for the cluster named ``cluster``, for hints."""
+    return f"`moonpool {word}`" if cluster == "moonpool" else f"`moonpool {word} --name {cluster}`"
+
+
 def say(line: str) -> None:
     """Progress goes to standard error, so that standard output stays the answer."""
     print(line, file=sys.stderr, flush=True)

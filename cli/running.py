@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.cli.options import read_config
+from moonpool.cli.options import read_config, verb
 
 if TYPE_CHECKING:
     from moonpool.cluster.launch.state import ClusterState, StateDir
@@ -36,10 +36,11 @@ class Running:
     def _require(self) -> ClusterState:
         from moonpool.core.errors import ConfigError
 
+        name = self.config.cluster.name
         if self.state is None:
             raise ConfigError(
-                f"cluster.name: {self.config.cluster.name!r} is not running here ({self.state_dir.path}); "
-                "start it with `moonpool up`, or say which with --name",
+                f"cluster.name: {name!r} is not running here ({self.state_dir.path}); start it with {verb('up', name)}, "
+                "or name another one with --name",
                 param="cluster.name",
             )
         return self.state

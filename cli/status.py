@@ -70,7 +70,9 @@ def _print(answers: list[Answer]) -> None:
 
 
 def explain(
-    request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="As the response header x-request-id says.")],
+    request_id: Annotated[
+        str, typer.Argument(metavar="REQUEST_ID", help="The id of an answer, or its response header x-moonpool-request-id.")
+    ],
     name: ClusterName = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -79,7 +81,11 @@ def explain(
     from moonpool.cluster import survey
     from moonpool.core.errors import InvalidRequest
 
-    record = asyncio.run(survey.explain(find(name, config_file, settings).registry, request_id))
+    asked = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")  # as the answer's own id has it
+    record = asyncio.run(survey.explain(find(name, config_file, settings).registry, asked))
     if record is None:
-        raise InvalidRequest(f"REQUEST_ID: no conductor remembers {request_id!r}; the newest requests only are kept")
+        raise InvalidRequest(
+            f"REQUEST_ID: no conductor remembers {request_id!r}; give the id of an answer (or its header "
+            "x-moonpool-request-id); the newest requests only are kept"
+        )
     print(json.dumps(json.loads(record), indent=2))

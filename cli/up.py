@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moonpool.cli.options import ClusterName, ConfigFile, Settings, read_config, say
+from moonpool.cli.options import ClusterName, ConfigFile, Settings, read_config, say, verb
 
 if TYPE_CHECKING:
     from moonpool.cluster.launch.state import StateDir
@@ -74,7 +74,7 @@ def _require_not_running(state: StateDir, config: Config) -> None:
     if running is not None:
         raise ConfigError(
             f"cluster.name: {config.cluster.name!r} is running already (process {running.supervisor.pid}); "
-            "stop it with `moonpool down` or give another --name",
+            f"stop it with {verb('down', config.cluster.name)} or give another --name",
             param="cluster.name",
         )
     left = state.end_leftovers()
@@ -125,6 +125,7 @@ def _announce(config: Config, url: str, members: list[Member]) -> None:
     for member in members:
         if "memory" in member.details:
             say(f"  {member.id:<12} {member.details['memory']}")
-    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello"}}], "stream": true}}'
+    message = '{"role": "user", "content": "Hello"}'
+    body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
     say(f"\nserving {config.model_name} at {url}  (Ctrl-C stops it)\n")
-    say(f"  curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")
+    say(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")
