@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -47,7 +48,7 @@ def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
         kept = list(range(VOCAB))
     margin = adjusted[kept[-1]] - adjusted[order[len(kept)]] if len(kept) < VOCAB else math.inf
     penalised = {*s.prompt, *s.outputs}
-    for a, b in zip(order, order[1:], strict=False):  # equal but for rounding: either order is right
+    for a, b in itertools.pairwise(order):  # equal but for rounding: either order is right
         if a in penalised or b in penalised:
             margin = min(margin, adjusted[a] - adjusted[b])
     weights = [math.exp((adjusted[t] - adjusted[order[0]]) / p.temperature) for t in kept]
