@@ -28,8 +28,12 @@ class Roster:
     def missing(self) -> list[Role]:
         """Roles without which no request can be served: empty when a path exists."""
         found = [] if self._ready(Role.CONDUCTOR) else [Role.CONDUCTOR]
-        if not self._ready(Role.BOTH):
-            found += [role for role in (Role.PREFILL, Role.DECODE) if not self._ready(role)]
+        if self._ready(Role.BOTH):
+            return found
+        found += [role for role in (Role.PREFILL, Role.DECODE) if not self._ready(role)]
+        decode = self._ready(Role.DECODE)
+        if decode and not any(self._peers.store_of(m.node) for m in decode):  # nowhere for a prompt's KV to land
+            found.append(Role.STORE)
         return found
 
     def limits(self) -> Limits:

@@ -17,7 +17,16 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Member
 from moonpool.core.placement import Placement, PlaceRequest
 from moonpool.core.request import FinishReason
-from support.scripted_cluster import Job, Membership, ScriptedConductor, ScriptedDecode, Served, prefill_member, serve
+from support.scripted_cluster import (
+    Job,
+    Membership,
+    ScriptedConductor,
+    ScriptedDecode,
+    Served,
+    prefill_member,
+    serve,
+    store_member,
+)
 
 HASH_KEY = bytes(32)
 
@@ -88,7 +97,7 @@ async def front(
         conductor = ScriptedConductor(decide)
         conductor_server = await serve(Role.CONDUCTOR, conductor)
         stack.push_async_callback(conductor_server.kill)
-        for member in (worker.member, prefill, conductor_server.member):
+        for member in (store_member(), worker.member, prefill, conductor_server.member):
             membership.say(member)
         me = Member(MemberId("gateway-0"), Role.GATEWAY, NodeId("b"), Incarnation(1), "127.0.0.1:1", 0)
         gateway = await Gateway.start(settings, me, membership, HASH_KEY, model_dir)

@@ -191,6 +191,11 @@ async def serve(
     return Served(server, member)
 
 
+def store_member(node: str = "b") -> Member:
+    """The store node of the decode workers' node, as membership knows it."""
+    return Member(MemberId(f"store-{node}"), Role.STORE, NodeId(node), Incarnation(1), "127.0.0.1:1", 0, layout=LAYOUT)
+
+
 def prefill_member(*, name: str = "prefill-0", max_prompt: int = 0) -> Member:
     """A prefill worker that only membership knows: gateways never talk to one."""
     return Member(

@@ -72,7 +72,7 @@ async def test_an_error_inside_a_stream_reaches_the_openai_client(tiny: Front, c
 
 async def test_ready_names_what_is_missing(tiny: Front) -> None:
     assert (await tiny.client.get("/ready")).status_code == 200
-    for role in (Role.CONDUCTOR, Role.DECODE, Role.PREFILL):
+    for role in (Role.CONDUCTOR, Role.DECODE, Role.PREFILL, Role.STORE):
         (member,) = tiny.membership.live(role)
         tiny.membership.say(member, Liveness.GONE, "killed")
         answer = await tiny.client.get("/ready")
