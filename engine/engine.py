@@ -131,7 +131,8 @@ def load_engine(
     budget = memory_budget(config, model_dir, pages=pages)
     budget.require()
     attention.register()
-    torch.set_num_threads(threads)
+    # Loading stays out of OpenMP: a second team of threads beside the compute thread's own makes both yield instead of spin.
+    torch.set_num_threads(1)
     model, facts = load_model(config, model_dir)
     fingerprint = model_fingerprint(model_dir, cache or default_cache())
     layout = KVLayout(fingerprint, facts.layers, facts.kv_heads, facts.head_dim, config.model.dtype, config.engine.block_tokens)
