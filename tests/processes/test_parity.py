@@ -87,7 +87,7 @@ async def test_split_workers_equal_the_library_in_a_batch(split: LocalCluster, o
     split.assert_idle()
 
 
-@pytest.mark.parametrize("length", [65, 128, 500, LONG])
+@pytest.mark.parametrize("length", [64, 65, 127, 128, 129, 500, LONG])
 async def test_split_workers_equal_the_library_warm_from_the_pool_of_the_other_node(
     split: LocalCluster, oracle: Oracle, length: int
 ) -> None:
