@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from engine_runner import Runner, assert_same, eager_logits, load_tiny, random_ids, save_tiny
 from transformers import LlamaConfig
 
+from moonpool.core.config import Config
 from moonpool.core.errors import Bug
-from moonpool.engine.engine import Engine, Row
+from moonpool.engine.engine import Engine, Row, load_engine
 
 LAYERS = 3
 
@@ -186,3 +188,14 @@ def test_a_closed_engine_leaves_views_usable(tiny_llama: Path) -> None:
     view = engine.kv_bytes
     engine.close()
     assert not view.any()
+
+
+def test_loading_stays_out_of_openmp_so_that_the_compute_thread_has_the_only_team(tiny_llama: Path) -> None:
+    """Two teams on the same cores make the OpenMP runtime yield at every barrier: half as fast."""
+    config = Config.model_validate({"model": {"path": str(tiny_llama), "dtype": "float32"}, "engine": {"pages": 4}})
+    with ThreadPoolExecutor(1) as loading, ThreadPoolExecutor(1) as computing:
+        engine = loading.submit(lambda: load_engine(config, tiny_llama, threads=2, cache=tiny_llama)).result()
+        computing.submit(lambda: engine.forward([Row([1, 2, 3], 0, [0], True)])).result()
+        assert loading.submit(torch.get_num_threads).result() == 1
+        assert computing.submit(torch.get_num_threads).result() == 2
+    engine.close()
