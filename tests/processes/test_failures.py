@@ -79,6 +79,11 @@ async def check_all(oracle: Oracle, prompts: list[list[int]], tasks: list[asynci
 async def test_requests_of_a_killed_prefill_worker_finish_on_the_other_one_and_it_comes_back(
     cluster: LocalCluster, oracle: Oracle
 ) -> None:
+    first = [prompt(200, seed) for seed in range(30, 36)]  # every lazy connection is there from now on
+    async with asked(cluster, first) as tasks:
+        await check_all(oracle, first, tasks, "before the kill")
+    cluster.assert_idle()
+    handles = cluster.handles()
     prompts = [prompt(700, seed) for seed in range(6)]
     async with asked(cluster, prompts) as tasks:
         victim = await busy_prefill(cluster)
@@ -91,6 +96,12 @@ async def test_requests_of_a_killed_prefill_worker_finish_on_the_other_one_and_i
     async with asked(cluster, fresh) as tasks:
         await check_all(oracle, fresh, tasks, "after the restart")
     cluster.assert_idle()
+
+    def grown() -> dict[str, object]:
+        now = cluster.handles(victim)
+        return {m: (handles[m], now[m]) for m in now if now[m][0] > handles[m][0] + 1 or now[m][1] > handles[m][1] + 1}
+
+    cluster.until(lambda: not grown(), f"threads and sockets of the others are back: {grown()}", 15)
     assert cluster.stats(victim).numbers["pages_cached"] > 0, f"{victim} computed nothing after its return"
 
 

@@ -150,6 +150,10 @@ class LocalCluster:
             name: dict(self.stats(name).numbers) for name, change in self.changes().items() if change.liveness is Liveness.LIVE
         }
 
+    def handles(self, *without: str) -> dict[str, tuple[float, float]]:
+        """(threads, sockets) of every live member but those named."""
+        return {name: (n["process_threads"], n["process_sockets"]) for name, n in self.numbers().items() if name not in without}
+
     def clear_device_pages(self, *names: str) -> None:
         for name in names:
             with grpc.insecure_channel(self.member(name).address) as channel:
