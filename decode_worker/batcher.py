@@ -213,7 +213,6 @@ class Batcher:
         self._holding.remove(sequence)
         self._let_go(sequence)
         sequence.phase, sequence.remote, sequence.computed, sequence.published = Phase.WAITING, False, 0, 0
-        sequence.preempted += 1
         self.preemptions += 1
         self._insert(self._waiting, sequence)
 

@@ -47,7 +47,6 @@ class Sequence:
     computed: int = 0
     published: int = 0
     in_step: bool = False
-    preempted: int = 0  # times
 
     def __post_init__(self) -> None:
         self.tokens = list(self.attempt.context)

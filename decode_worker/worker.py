@@ -137,8 +137,7 @@ class DecodeWorker:
         assert live is not None  # an attempt that ended is in no queue
         live.life.stamp(Instant.QUEUED if live.sequence.remote else Instant.PREFILL_BEGUN, time.monotonic())
         if admission.copy is not None:
-            shared, private = admission.copy
-            self._engine.kv_bytes[private] = self._engine.kv_bytes[shared]
+            self._engine.copy_page(*admission.copy)
             self._steps.batcher.copied(admission)
         self._filler.fill(live, admission)
 

@@ -93,8 +93,11 @@ class Engine:
         return logits
 
     def copy_page(self, source: int, target: int) -> None:
-        """All layers of page ``source`` into ``target``: the private copy of a shared last block."""
-        self._memory.tensor[target].copy_(self._memory.tensor[source])
+        """All layers of page ``source`` into ``target``: the private copy of a shared last block.
+
+        By numpy: workers call this on their event loop, which is to get no OpenMP team of its own.
+        """
+        self.kv_bytes[target] = self.kv_bytes[source]
 
     def close(self) -> None:
         """Drop weights and pages. Views of ``kv_bytes`` that others hold keep the page memory alive."""

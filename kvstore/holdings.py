@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from moonpool.core.errors import Bug, Busy
 from moonpool.core.ids import Incarnation, NodeId
-from moonpool.core.landing import LandingSlot, SlotRef
+from moonpool.core.landing import SlotRef
 from moonpool.kvstore.index import BlockIndex, Entry, EventLog
 from moonpool.kvstore.slots import SlotMap, SlotState
 
@@ -100,6 +100,3 @@ class Holdings:
 
     def ref(self, entry: Entry) -> SlotRef:
         return self.slots.ref(entry.slot, entry.key)
-
-    def held_slot(self, block: int, entry: Entry, valid: int) -> LandingSlot:
-        return LandingSlot(block, self.ref(entry), valid)

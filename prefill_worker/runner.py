@@ -98,7 +98,7 @@ class Runner:
             raise
         if full:
             shared = matched.pop()
-            self._engine.kv_bytes[fresh[0]] = self._engine.kv_bytes[shared]
+            self._engine.copy_page(shared, fresh[0])
             pool.release([shared])
         work.pages = matched + fresh
         work.matched = len(matched) + full
