@@ -2,7 +2,7 @@
 
 A key is named ``section.key``; the environment writes it ``MOONPOOL_SECTION_KEY``. Values from the environment and the
 command line are text: numbers and booleans are read from it, sizes (``..._bytes``) may carry KiB, MiB or GiB, and
-``cluster.nodes`` is JSON. An unknown key is refused with the nearest valid one, wherever it comes from.
+lists and tables (``JSON_KEYS``) are JSON. An unknown key is refused with the nearest valid one, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moonpool.core.ids import checked_name
 PREFIX = "MOONPOOL_"
 # Read by tests and scripts, not by the configuration.
 NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL"})
+JSON_KEYS = {"cluster.nodes": '[{"name": "a", "prefill": 1}]', "store.quotas": '{"alice": 1073741824}'}
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
@@ -117,14 +118,12 @@ def _field_type(key: str) -> Any:
 
 
 def _from_text(key: str, text: str, origin: str) -> Any:
-    if key != "cluster.nodes":
+    if key not in JSON_KEYS:
         return text
     try:
         return json.loads(text)
     except ValueError as e:
-        raise ConfigError(
-            f'{key}: {text!r} ({origin}) is not JSON; write e.g. [{{"name": "a", "prefill": 1}}]', param=key
-        ) from e
+        raise ConfigError(f"{key}: {text!r} ({origin}) is not JSON; write e.g. {JSON_KEYS[key]}", param=key) from e
 
 
 def _size(key: str, value: Any) -> Any:

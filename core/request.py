@@ -56,6 +56,7 @@ class Request:
     keys: tuple[bytes, ...]
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
+    turn: int = 1  # of its conversation, counting from 1: how often the client has come back
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,7 @@ class GrantRequest(message.Message):
     FIRST_BLOCK_FIELD_NUMBER: builtins.int
     TAIL_VALID_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     writer: builtins.str
@@ -178,6 +179,8 @@ class GrantRequest(message.Message):
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """whole blocks, in order from block `first_block`"""
 
+    @builtins.property
+    def use(self) -> types_pb2.Use: ...
     def __init__(
         self,
         *,
@@ -192,10 +195,11 @@ class GrantRequest(message.Message):
         first_block: builtins.int = ...,
         tail_valid: builtins.int = ...,
         parent: builtins.bytes = ...,
+        use: types_pb2.Use | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "first_block", b"first_block", "keys", b"keys", "layout", b"layout", "parent", b"parent", "reader", b"reader", "reader_incarnation", b"reader_incarnation", "request", b"request", "tail_valid", b"tail_valid", "writer", b"writer", "writer_incarnation", b"writer_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "first_block", b"first_block", "keys", b"keys", "layout", b"layout", "parent", b"parent", "reader", b"reader", "reader_incarnation", b"reader_incarnation", "request", b"request", "tail_valid", b"tail_valid", "use", b"use", "writer", b"writer", "writer_incarnation", b"writer_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,13 +349,21 @@ class KeysRequest(message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
+    LOAD_MS_FIELD_NUMBER: builtins.int
     session: builtins.int
     layout: builtins.str
     """fingerprint"""
     parent: builtins.bytes
     """Reserve: key of the block before the first; empty: keys[0] begins its sequence"""
+    load_ms: builtins.int
+    """Pin: bring blocks from lower tiers of this node for at most this long; 0: DRAM only"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @builtins.property
+    def use(self) -> types_pb2.Use:
+        """Pin, Reserve: whose request this is, for eviction, quotas and clearing"""
+
     def __init__(
         self,
         *,
@@ -359,10 +371,12 @@ class KeysRequest(message.Message):
         keys: abc.Iterable[builtins.bytes] | None = ...,
         layout: builtins.str = ...,
         parent: builtins.bytes = ...,
+        use: types_pb2.Use | None = ...,
+        load_ms: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "parent", b"parent", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "load_ms", b"load_ms", "parent", b"parent", "session", b"session", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

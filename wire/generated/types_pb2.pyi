@@ -160,9 +160,11 @@ class Request(message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
     id: builtins.str
     namespace: builtins.bytes
     tenant: builtins.str
+    turn: builtins.int
     @builtins.property
     def prompt(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @builtins.property
@@ -181,10 +183,11 @@ class Request(message.Message):
         keys: abc.Iterable[builtins.bytes] | None = ...,
         targets: Targets | None = ...,
         tenant: builtins.str = ...,
+        turn: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "keys", b"keys", "namespace", b"namespace", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "keys", b"keys", "namespace", b"namespace", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +501,32 @@ class Landed(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "blocks", b"blocks", "chunk", b"chunk", "landing", b"landing", "layer", b"layer", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Use(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    kind: builtins.str
+    turn: builtins.int
+    prompt_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        kind: builtins.str = ...,
+        turn: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "prompt_tokens", b"prompt_tokens", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

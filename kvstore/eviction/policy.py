@@ -1,0 +1,40 @@
+"""What the pool tells an eviction policy, and what it asks: which leaf goes first.
+
+A policy ranks the blocks of one tier of one node. Blocks are *rows*: small ints that the index gives out and uses again
+after ``removed``. The pool decides what may go (leaves that nothing holds: *candidates*); the policy only chooses
+among them. Pure: ``now`` (seconds) is an argument. Calls come in batches, because a call per block would cost more than
+the work in it. The same objects run in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moonpool.core.use import Use
+
+
+class EvictionPolicy(Protocol):
+    name: str
+
+    def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
+        """``rows`` are new here; ``rows[i]`` is block ``first + i`` of the prompt of ``use``. No candidates yet."""
+
+    def used(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
+        """A request of ``use`` hit these known rows, blocks ``first``.. of its prompt; candidates among them stay such."""
+
+    def offer(self, rows: Sequence[int]) -> None:
+        """These became candidates: no children, no pins. One that is a candidate already is never offered again."""
+
+    def withhold(self, rows: Sequence[int]) -> None:
+        """These are candidates no longer, for a time: they got a child or a pin."""
+
+    def choose(self, n: int, now: float) -> list[int]:
+        """At most ``n`` candidates to evict, worst first; fewer only where there are fewer.
+
+        They are candidates no longer; the pool removes them (``removed`` follows) and may offer their parents before it
+        asks again. A caller that wants many asks in parts, so that parents compete with the rest.
+        """
+
+    def removed(self, rows: Sequence[int]) -> None:
+        """These left this tier, by eviction or otherwise; their numbers may be given out anew."""
