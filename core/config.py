@@ -61,7 +61,9 @@ class StoreConfig(_Values):
 
 
 class TransferConfig(_Values):
-    carrier: Literal["auto", "ucx", "tcp", "ucxx", "segment", "memory"] = Field("auto", description="how KV bytes travel between processes")
+    carrier: Literal["auto", "ucx", "tcp", "ucxx", "segment", "memory"] = Field(
+        "auto", description="how KV bytes travel between processes"
+    )
     ucx_tls: str = Field("tcp", description="UCX_TLS; anything but tcp is refused between node ids on one machine")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: UCX chooses")
     throttle_bytes_per_s: float = Field(0.0, ge=0, description="token bucket before each post; 0: none")
