@@ -108,11 +108,11 @@ async def _store(given: dict[str, Any], answer: Answer) -> None:
 
 async def _read(given: dict[str, Any], answer: Answer) -> None:
     """The reader on node b: copies every layer of a landing into its pages, as a decode worker does."""
-    from moonpool.kvstore.client import StoreClient
+    from moonpool.kvstore.client import WorkerStore
 
     layout, landed = _layout(given), asyncio.Queue[Landed]()
     pages = np.zeros((given["pages"], layout.layers, layout.slice_bytes), dtype=np.uint8)
-    client = await StoreClient.connect(
+    client = await WorkerStore.connect(
         given["address"],
         _member(READER, Role.DECODE, "b", layout),
         layout,

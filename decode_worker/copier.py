@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.errors import DigestMismatch, MoonpoolError
 from moonpool.core.landing import LandingSlot, SlotRef
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Copier:
 
     def copy(
         self,
-        client: StoreClient,
+        client: WorkerStore,
         layer: int,
         work: Sequence[tuple[LandingSlot, int]],
         stop: threading.Event,
@@ -57,7 +57,7 @@ class Copier:
         self._thread.shutdown(wait=True)
 
     def _copy(
-        self, client: StoreClient, layer: int, work: Sequence[tuple[LandingSlot, int]], stop: threading.Event
+        self, client: WorkerStore, layer: int, work: Sequence[tuple[LandingSlot, int]], stop: threading.Event
     ) -> BadCopy | None:
         for slot, page in work:
             if stop.is_set():

@@ -29,7 +29,7 @@ from moonpool.decode_worker.handoff_sink import (
     StopCopies,
 )
 from moonpool.decode_worker.sequence import Sequence
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
@@ -60,7 +60,7 @@ class Handoff:
         prefill: WorkerRef,
         sequence: Sequence,
         layers: int,
-        client: StoreClient,
+        client: WorkerStore,
         copier: Copier,
         owner: Owner,
     ) -> None:
@@ -190,7 +190,7 @@ class Handoff:
         task.add_done_callback(self._loose.discard)
 
 
-async def end_landing(client: StoreClient, landing: int) -> None:
+async def end_landing(client: WorkerStore, landing: int) -> None:
     """The reader is through with it."""
     try:
         await client.end_landing(landing)

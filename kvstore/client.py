@@ -54,7 +54,7 @@ class Fetched:
     carrier: str
 
 
-class StoreClient:
+class WorkerStore:
     """Made by ``connect``. Methods are for the event loop, except ``read_slice``, which any thread may call.
 
     Every call raises ``PeerSilent`` once the session is over: pins, landings and reservations went with it.
@@ -95,7 +95,7 @@ class StoreClient:
         on_failed: Callable[[LandingFailure], None],
         on_lost: Callable[[], None],
         timing: TimingConfig | None = None,
-    ) -> StoreClient:
+    ) -> WorkerStore:
         """Open a session, map the regions, hand the node our pidfd.
 
         Callbacks run on the event loop. ``on_lost``: the session broke; connecting again is the caller's business.

@@ -12,7 +12,7 @@ from moonpool.core.ids import Role
 from moonpool.core.landing import Landed
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
-from moonpool.kvstore.client import LandingFailure, StoreClient
+from moonpool.kvstore.client import LandingFailure, WorkerStore
 
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # pauses between tries to connect to a node that is said to be live
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class StoreLink:
         on_failed: Callable[[LandingFailure], None] = _nothing,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client: StoreClient | None = None
+        self.client: WorkerStore | None = None
         self.store: Member | None = None  # the life that ``client`` is connected to
         self._member, self._layout, self._peers, self._timing = member, layout, peers, timing
         self._on_landed, self._on_failed, self._on_lost = on_landed, on_failed, on_lost
@@ -91,7 +91,7 @@ class StoreLink:
         tries = 0
         while True:
             try:
-                client = await StoreClient.connect(
+                client = await WorkerStore.connect(
                     store.address,
                     self._member,
                     self._layout,

@@ -22,7 +22,7 @@ from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Peers
 from moonpool.core.placement import Segment, Source
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 
 FETCH_SHARE = 0.25  # of the time left that a fetch may take before its blocks are computed instead,
 FETCH_LIMIT_MS = 5_000  # and never more than this: meanwhile the worker computes nothing
@@ -45,7 +45,7 @@ class LoadStopped(Exception):
 class Found:
     """Blocks pinned in the pool of this host: ``slots[i]`` holds the i-th block asked for. ``close`` ends the pins."""
 
-    client: StoreClient | None = None
+    client: WorkerStore | None = None
     slots: list[SlotRef] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
     fetched_bytes: int = 0
@@ -60,7 +60,7 @@ class Found:
 
 
 async def find(
-    client: StoreClient | None,
+    client: WorkerStore | None,
     peers: Peers,
     keys: Sequence[bytes],
     first: int,
@@ -83,7 +83,7 @@ async def find(
     return found
 
 
-async def quarantine(client: StoreClient | None, slot: SlotRef, layer: int) -> None:
+async def quarantine(client: WorkerStore | None, slot: SlotRef, layer: int) -> None:
     """``slot`` failed its digest while it was loaded: it is no longer findable."""
     try:
         if client is not None:
@@ -94,7 +94,7 @@ async def quarantine(client: StoreClient | None, slot: SlotRef, layer: int) -> N
 
 async def _fetch_next(
     found: Found,
-    client: StoreClient,
+    client: WorkerStore,
     peers: Peers,
     keys: Sequence[bytes],
     first: int,

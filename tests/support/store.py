@@ -21,7 +21,7 @@ from moonpool.core.landing import Landed, Landing, LandingSlot, PushNotice, Regi
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.kvstore import slices
-from moonpool.kvstore.client import LandingFailure, StoreClient
+from moonpool.kvstore.client import LandingFailure, WorkerStore
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.regions import map_region
 from moonpool.wire import pb
@@ -128,9 +128,9 @@ class Heard:
 @asynccontextmanager
 async def worker(
     node: StoreNode, id: str = "decode-0", role: Role = Role.DECODE, incarnation: int = 1
-) -> AsyncIterator[tuple[StoreClient, Heard]]:
+) -> AsyncIterator[tuple[WorkerStore, Heard]]:
     heard = Heard()
-    client = await StoreClient.connect(
+    client = await WorkerStore.connect(
         node.member.address,
         member(id, role, node.member.node, incarnation=incarnation),
         LAYOUT,

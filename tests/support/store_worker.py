@@ -10,14 +10,14 @@ import sys
 
 from moonpool.core.config import TimingConfig
 from moonpool.core.ids import Role
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 from moonpool.wire import pb
 from support.store import LAYOUT, MappedWriter, block_bytes, block_keys, member
 
 
 async def main(address: str, node: str, id: str, incarnation: int, what: str) -> None:
     me = member(id, Role.PREFILL, node, incarnation=incarnation)
-    client = await StoreClient.connect(
+    client = await WorkerStore.connect(
         address,
         me,
         LAYOUT,

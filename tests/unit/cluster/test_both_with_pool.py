@@ -15,7 +15,7 @@ from support.split import Split, split_path
 from moonpool.cluster.both import BothWorker
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import Placement, Segment, Source
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 
 
 def ids(n: int, seed: int = 0) -> list[int]:
@@ -65,7 +65,7 @@ async def test_a_prompt_is_fetched_from_the_node_that_the_placement_names(tmp_pa
         await split.idle()
         await split.clear_device_pages()
         there, here = split.stores["a"], split.stores["b"]
-        client = await StoreClient.connect(
+        client = await WorkerStore.connect(
             there.member.address,
             there.member,
             there.layout,

@@ -18,7 +18,7 @@ from moonpool.core.errors import DigestMismatch, Failure, Reason, TransferFailed
 from moonpool.core.ids import Incarnation
 from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Placement
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 
@@ -71,16 +71,16 @@ async def test_a_bad_copy_of_a_landed_slice_fails_the_attempt_and_the_next_one_l
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with split_path(tmp_path, tiny_model, nodes=("a", "b")) as split:
-        read = StoreClient.read_slice
+        read = WorkerStore.read_slice
         left = [3]
 
-        def flipping(self: StoreClient, slot: Any, layer: int, into: Any, valid: int) -> None:
+        def flipping(self: WorkerStore, slot: Any, layer: int, into: Any, valid: int) -> None:
             left[0] -= 1
             if left[0] == 0:
                 raise DigestMismatch(f"layer {layer}")
             read(self, slot, layer, into, valid)
 
-        monkeypatch.setattr(StoreClient, "read_slice", flipping)
+        monkeypatch.setattr(WorkerStore, "read_slice", flipping)
         request = split.asker.request(ids(100), max_tokens=4)
         first = await split.gateway.ask(request)
         assert first.error is not None and first.error.reason is Reason.DIGEST_MISMATCH

@@ -14,7 +14,7 @@ from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_n
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import Ticket
 from moonpool.kvstore import slices
-from moonpool.kvstore.client import Fetched, StoreClient
+from moonpool.kvstore.client import Fetched, WorkerStore
 from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
@@ -29,13 +29,13 @@ class Scene:
 
     here: StoreNode
     there: StoreNode
-    reader: StoreClient
-    author: StoreClient
+    reader: WorkerStore
+    author: WorkerStore
     roll: Roll
     orders: list[PushOrder] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def publish(self, client: StoreClient, keys: list[bytes]) -> None:
+    async def publish(self, client: WorkerStore, keys: list[bytes]) -> None:
         assert await client.publish([(key, block_bytes(key)) for key in keys]) == len(keys)
 
     async def fetch(self, keys: list[bytes], deadline_ms: int = LONG_MS) -> Fetched:

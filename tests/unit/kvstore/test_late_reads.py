@@ -14,10 +14,10 @@ from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_n
 from moonpool.core.errors import DigestMismatch
 from moonpool.core.landing import Ticket
 from moonpool.kvstore import slices
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 
 
-def read_until(stop: threading.Event, client: StoreClient, ticket: Ticket) -> Counter[str]:
+def read_until(stop: threading.Event, client: WorkerStore, ticket: Ticket) -> Counter[str]:
     """Read everything the ticket names, again and again. Wrong bytes raise AssertionError."""
     seen: Counter[str] = Counter()
     into = np.empty(LAYOUT.slice_bytes, np.uint8)

@@ -18,7 +18,7 @@ from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.landing import Ticket
 from moonpool.core.membership import Liveness
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
@@ -150,7 +150,7 @@ async def test_a_worker_of_another_layout_node_or_hash_key_is_refused_with_both_
             (replace(me, hash_key_id="bb"), LayoutMismatch, "hash key aa here, bb at decode-0"),
         ):
             with pytest.raises(error, match=words):
-                await StoreClient.connect(
+                await WorkerStore.connect(
                     node.member.address, wrong, LAYOUT, on_landed=print, on_failed=print, on_lost=lambda: None
                 )
         assert node.numbers()["sessions"] == 0
@@ -158,7 +158,7 @@ async def test_a_worker_of_another_layout_node_or_hash_key_is_refused_with_both_
 
 async def test_nobody_there_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(PeerSilent, match=r"127\.0\.0\.1:1"):
-        await StoreClient.connect(
+        await WorkerStore.connect(
             "127.0.0.1:1",
             member("decode-0", Role.DECODE, "a"),
             LAYOUT,

@@ -20,7 +20,7 @@ from moonpool.core.errors import Busy, ConfigError, LayoutMismatch, PeerSilent, 
 from moonpool.core.ids import Incarnation, MemberId, RequestId, Role
 from moonpool.core.membership import Member
 from moonpool.core.request import Attempt, Request, SamplingParams
-from moonpool.kvstore.client import StoreClient
+from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.kvstore.transfer.memory import Faults, MemoryNetwork
@@ -40,7 +40,7 @@ class Scene:
     node: StoreNode
     pusher: Pusher
     pages: NDArray[np.uint8]  # [PAGES, layers, slice_bytes]: block i of a prompt lies in page PAGES - 1 - i
-    client: StoreClient
+    client: WorkerStore
     heard: Heard
     keys: list[bytes]
     me: Member
