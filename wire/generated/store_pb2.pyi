@@ -538,6 +538,7 @@ class FetchRequest(message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
     session: builtins.int
     node: builtins.str
     address: builtins.str
@@ -546,6 +547,8 @@ class FetchRequest(message.Message):
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
     def layout(self) -> types_pb2.KVLayout: ...
+    @builtins.property
+    def use(self) -> types_pb2.Use: ...
     def __init__(
         self,
         *,
@@ -555,10 +558,11 @@ class FetchRequest(message.Message):
         address: builtins.str = ...,
         layout: types_pb2.KVLayout | None = ...,
         deadline_ms: builtins.int = ...,
+        use: types_pb2.Use | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "session", b"session", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,7 +600,10 @@ class PushToRequest(message.Message):
     TARGET_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     TARGET_ADDRESS_FIELD_NUMBER: builtins.int
+    REPLICA_FIELD_NUMBER: builtins.int
     target_address: builtins.str
+    replica: builtins.bool
+    """nobody reads it: it counts for no heat"""
     @builtins.property
     def landing(self) -> types_pb2.Landing: ...
     @builtins.property
@@ -610,10 +617,11 @@ class PushToRequest(message.Message):
         target: EndpointReply | None = ...,
         layout: types_pb2.KVLayout | None = ...,
         target_address: builtins.str = ...,
+        replica: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "target", b"target", "target_address", b"target_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "replica", b"replica", "target", b"target", "target_address", b"target_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -638,6 +646,143 @@ class PushToReply(message.Message):
     _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["bytes", b"bytes", "carrier", b"carrier", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReplicateRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """who has them"""
+    deadline_ms: builtins.int
+    @builtins.property
+    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """a sequence from its first block on; what is here already is not moved"""
+
+    @builtins.property
+    def layout(self) -> types_pb2.KVLayout: ...
+    @builtins.property
+    def use(self) -> types_pb2.Use:
+        """on whose account the copies are"""
+
+    def __init__(
+        self,
+        *,
+        keys: abc.Iterable[builtins.bytes] | None = ...,
+        layout: types_pb2.KVLayout | None = ...,
+        node: builtins.str = ...,
+        deadline_ms: builtins.int = ...,
+        use: types_pb2.Use | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ReplicateReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    CARRIER_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    """leading blocks that are here now"""
+    bytes: builtins.int
+    """moved"""
+    carrier: builtins.str
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+        bytes: builtins.int = ...,
+        carrier: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "bytes", b"bytes", "carrier", b"carrier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ExistsReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    BITS_FIELD_NUMBER: builtins.int
+    FREE_BYTES_FIELD_NUMBER: builtins.int
+    EVICTABLE_BYTES_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
+    bits: builtins.bytes
+    """bit i % 8 of byte i / 8: key i is here"""
+    free_bytes: builtins.int
+    """DRAM that holds nothing"""
+    evictable_bytes: builtins.int
+    """DRAM whose blocks nobody uses"""
+    leaving: builtins.bool
+    """takes no new blocks"""
+    def __init__(
+        self,
+        *,
+        bits: builtins.bytes = ...,
+        free_bytes: builtins.int = ...,
+        evictable_bytes: builtins.int = ...,
+        leaving: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bits", b"bits", "evictable_bytes", b"evictable_bytes", "free_bytes", b"free_bytes", "leaving", b"leaving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class MoveOutRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    deadline_ms: builtins.int
+    def __init__(
+        self,
+        *,
+        deadline_ms: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class MoveOutReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    BLOCKS_SAVED_FIELD_NUMBER: builtins.int
+    BYTES_SAVED_FIELD_NUMBER: builtins.int
+    BLOCKS_LEFT_FIELD_NUMBER: builtins.int
+    BYTES_LEFT_FIELD_NUMBER: builtins.int
+    blocks_saved: builtins.int
+    """only this node had them, another has them now"""
+    bytes_saved: builtins.int
+    blocks_left: builtins.int
+    """only this node has them"""
+    bytes_left: builtins.int
+    def __init__(
+        self,
+        *,
+        blocks_saved: builtins.int = ...,
+        bytes_saved: builtins.int = ...,
+        blocks_left: builtins.int = ...,
+        bytes_left: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks_left", b"blocks_left", "blocks_saved", b"blocks_saved", "bytes_left", b"bytes_left", "bytes_saved", b"bytes_saved"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

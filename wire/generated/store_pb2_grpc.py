@@ -110,6 +110,21 @@ class StoreStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PushToRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PushToReply.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/moonpool.v1.Store/Replicate',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.FromString,
+                _registered_method=True)
+        self.Exists = channel.unary_unary(
+                '/moonpool.v1.Store/Exists',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.FromString,
+                _registered_method=True)
+        self.MoveOut = channel.unary_unary(
+                '/moonpool.v1.Store/MoveOut',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutReply.FromString,
+                _registered_method=True)
         self.Endpoint = channel.unary_unary(
                 '/moonpool.v1.Store/Endpoint',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.EndpointRequest.SerializeToString,
@@ -243,6 +258,27 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """as Fetch, but without a reader: the copies just stay
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Exists(self, request, context):
+        """each key for itself, in any tier; pins nothing
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveOut(self, request, context):
+        """before leaving: take nothing new, copy out what nobody else holds
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Endpoint(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -353,6 +389,21 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.PushTo,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PushToRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PushToReply.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.SerializeToString,
+            ),
+            'Exists': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exists,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.SerializeToString,
+            ),
+            'MoveOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveOut,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutReply.SerializeToString,
             ),
             'Endpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.Endpoint,
@@ -785,6 +836,87 @@ class Store:
             '/moonpool.v1.Store/PushTo',
             moonpool_dot_wire_dot_generated_dot_store__pb2.PushToRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_store__pb2.PushToReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Replicate',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exists(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Exists',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/MoveOut',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutReply.FromString,
             options,
             channel_credentials,
             insecure,

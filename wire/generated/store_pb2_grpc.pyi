@@ -61,6 +61,12 @@ class StoreStub:
     """Bring leading blocks from another node into this one (it grants itself a landing, the other node pushes)."""
     PushTo: _grpc.UnaryUnaryMultiCallable[_store_pb2.PushToRequest, _store_pb2.PushToReply]
     """node to node: push these blocks into that landing"""
+    Replicate: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReplicateRequest, _store_pb2.ReplicateReply]
+    """as Fetch, but without a reader: the copies just stay"""
+    Exists: _grpc.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.ExistsReply]
+    """each key for itself, in any tier; pins nothing"""
+    MoveOut: _grpc.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]
+    """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _grpc.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]
     RemakeEndpoint: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _store_pb2.EndpointReply]
     """destroy and make anew: proof that nothing in flight can land"""
@@ -102,6 +108,12 @@ class StoreAsyncStub(StoreStub):
     """Bring leading blocks from another node into this one (it grants itself a landing, the other node pushes)."""
     PushTo: _aio.UnaryUnaryMultiCallable[_store_pb2.PushToRequest, _store_pb2.PushToReply]  # type: ignore[assignment]
     """node to node: push these blocks into that landing"""
+    Replicate: _aio.UnaryUnaryMultiCallable[_store_pb2.ReplicateRequest, _store_pb2.ReplicateReply]  # type: ignore[assignment]
+    """as Fetch, but without a reader: the copies just stay"""
+    Exists: _aio.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.ExistsReply]  # type: ignore[assignment]
+    """each key for itself, in any tier; pins nothing"""
+    MoveOut: _aio.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]  # type: ignore[assignment]
+    """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _aio.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]  # type: ignore[assignment]
     RemakeEndpoint: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _store_pb2.EndpointReply]  # type: ignore[assignment]
     """destroy and make anew: proof that nothing in flight can land"""
@@ -230,6 +242,30 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PushToReply, _abc.Awaitable[_store_pb2.PushToReply]]:
         """node to node: push these blocks into that landing"""
+
+    @_abc_1.abstractmethod
+    def Replicate(
+        self,
+        request: _store_pb2.ReplicateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ReplicateReply, _abc.Awaitable[_store_pb2.ReplicateReply]]:
+        """as Fetch, but without a reader: the copies just stay"""
+
+    @_abc_1.abstractmethod
+    def Exists(
+        self,
+        request: _store_pb2.KeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ExistsReply, _abc.Awaitable[_store_pb2.ExistsReply]]:
+        """each key for itself, in any tier; pins nothing"""
+
+    @_abc_1.abstractmethod
+    def MoveOut(
+        self,
+        request: _store_pb2.MoveOutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.MoveOutReply, _abc.Awaitable[_store_pb2.MoveOutReply]]:
+        """before leaving: take nothing new, copy out what nobody else holds"""
 
     @_abc_1.abstractmethod
     def Endpoint(
