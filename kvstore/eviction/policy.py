@@ -16,6 +16,10 @@ from moonpool.core.use import Use
 
 class EvictionPolicy(Protocol):
     name: str
+    wants_keys: bool  # whether ``named`` is to be called; it remembers blocks past their eviction
+
+    def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Keys of rows that the next ``stored`` is about. Called only where ``wants_keys`` holds; never required."""
 
     def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         """``rows`` are new here; ``rows[i]`` is block ``first + i`` of the prompt of ``use``. No candidates yet."""
