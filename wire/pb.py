@@ -10,6 +10,8 @@ from moonpool.wire.generated import prefill_pb2 as prefill
 from moonpool.wire.generated import prefill_pb2_grpc as prefill_rpc
 from moonpool.wire.generated import registry_pb2 as registry
 from moonpool.wire.generated import registry_pb2_grpc as registry_rpc
+from moonpool.wire.generated import store_admin_pb2 as store_admin
+from moonpool.wire.generated import store_admin_pb2_grpc as store_admin_rpc
 from moonpool.wire.generated import store_pb2 as store
 from moonpool.wire.generated import store_pb2_grpc as store_rpc
 from moonpool.wire.generated import types_pb2 as types
@@ -26,6 +28,8 @@ __all__ = [
     "registry",
     "registry_rpc",
     "store",
+    "store_admin",
+    "store_admin_rpc",
     "store_rpc",
     "types",
 ]
