@@ -10,12 +10,13 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.core.config import Config
-from moonpool.core.membership import Member, Peers
+from moonpool.core.membership import Member, Peers, PrefillTiming
 from moonpool.decode_worker.live import Live
 from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.link import StoreLink
-from moonpool.prefill_worker.prefix import PrefixLoad, find, quarantine
+from moonpool.prefill_worker.pace import Pace
+from moonpool.prefill_worker.prefix import PrefixLoad, Wait, find, quarantine
 
 
 class PoolPrefix:
@@ -24,12 +25,14 @@ class PoolPrefix:
     def __init__(self, engine: Engine, peers: Peers, link: StoreLink) -> None:
         self._engine, self._peers, self._link = engine, peers, link
         self._thread = ThreadPoolExecutor(1, "prefix load")
+        self.pace = Pace()
 
     async def load(self, live: Live, matched: int) -> int:
         """Blocks that lead the sequence's pages now. Cancelled: on return nobody writes the pages any more."""
         sequence, client = live.sequence, self._link.client
         deadline_ms = live.attempt.deadline_ms
-        found = await find(client, self._peers, sequence.keys, matched, live.placement.segments, deadline_ms)
+        wait = Wait(self.pace, self._engine.layout.block_tokens, deadline_ms, live.attempt.request.use)
+        found = await find(client, self._peers, sequence.keys, matched, live.placement.segments, wait)
         if client is None or not found.slots:
             return matched
         pages = sequence.pages[matched : matched + len(found.slots)]
@@ -55,6 +58,9 @@ class BothWorker(DecodeWorker):
     def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, hash_key: bytes) -> None:
         super().__init__(config, engine, member, peers, hash_key)
         self._pool_prefix = self._filler.prefix = PoolPrefix(engine, peers, self._filler.link)
+
+    def measured(self, timing: PrefillTiming) -> None:
+        self._pool_prefix.pace.measured(timing.prompt_tokens - timing.cached_tokens, timing.seconds - timing.load_seconds)
 
     async def close(self) -> None:
         await super().close()

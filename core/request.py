@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from moonpool.core.errors import Failure
 from moonpool.core.ids import RequestId
+from moonpool.core.use import Use
 
 
 class FinishReason(StrEnum):
@@ -57,6 +58,10 @@ class Request:
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
     turn: int = 1  # of its conversation, counting from 1: how often the client has come back
+
+    @property
+    def use(self) -> Use:
+        return Use(tenant=self.tenant, turn=self.turn, prompt_tokens=len(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.errors import MoonpoolError
+from moonpool.core.use import Use
 from moonpool.decode_worker.sequence import CompletedBlock
 from moonpool.engine.engine import Engine
 
@@ -21,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class BlockStore(Protocol):
-    async def publish(self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None) -> int: ...
+    async def publish(
+        self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None, use: Use = Use()
+    ) -> int: ...
 
 
 class BlockPublisher:
@@ -92,7 +95,7 @@ class BlockPublisher:
             return
         try:
             pages = [(block.key, self._engine.kv_bytes[block.page].reshape(-1)) for block in batch]
-            self.stored += await store.publish(pages, batch[0].parent)
+            self.stored += await store.publish(pages, batch[0].parent, batch[0].use)
         except Exception as e:
             self.given_up += len(batch)
             log.warning("%d blocks not published: %s", len(batch), e, exc_info=not isinstance(e, MoonpoolError))

@@ -8,6 +8,7 @@ from enum import StrEnum
 from moonpool.core.blocks import BlockHasher
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt
+from moonpool.core.use import Use
 
 
 class Phase(StrEnum):
@@ -24,6 +25,7 @@ class CompletedBlock:
     key: bytes
     parent: bytes | None
     page: int
+    use: Use = field(default_factory=Use)
 
 
 @dataclass(eq=False, slots=True)

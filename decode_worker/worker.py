@@ -178,12 +178,15 @@ class DecodeWorker:
         full = len(request.prompt) + position + 1 >= live.sequence.limit
         return FinishReason.LENGTH if reason is None and full else reason
 
+    def measured(self, timing: PrefillTiming) -> None:
+        """A prompt was computed here: for whoever has a use for it."""
+
     def _note_prefill(self, live: Live) -> None:
         """A prompt computed here has its first token."""
         seconds = live.life.between(Instant.PREFILL_BEGUN, Instant.FIRST_TOKEN) or 0.0
-        self._prefills.append(
-            PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, live.load_seconds, live.loaded_tokens)
-        )
+        timing = PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, live.load_seconds, live.loaded_tokens)
+        self._prefills.append(timing)
+        self.measured(timing)
 
     # -- what filling tells ------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from moonpool.core.ids import Incarnation, NodeId, RequestId
 from moonpool.core.landing import Landed, Region, SlotRef, Ticket
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
+from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.agent import hand_over
 from moonpool.kvstore.claims import Reserved
@@ -178,8 +179,10 @@ class WorkerStore:
             # ``close`` ended the channel under the call: our caller was not cancelled and must not believe so.
             raise PeerSilent(f"the session with the store node at {self.address} was closed", peer=self.address) from None
 
-    def _keys(self, keys: Sequence[bytes], parent: bytes | None = None) -> pb.store.KeysRequest:
-        return pb.store.KeysRequest(session=self._number, keys=keys, layout=self.layout.fingerprint, parent=parent or b"")
+    def _keys(self, keys: Sequence[bytes], use: Use = Use(), parent: bytes | None = None) -> pb.store.KeysRequest:
+        asked = pb.store.KeysRequest(session=self._number, keys=keys, layout=self.layout.fingerprint, parent=parent or b"")
+        to_wire(use, asked.use)
+        return asked
 
     async def _or_undo(self, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
         """``call``, whose effect must not be left behind if our caller is cancelled while it runs."""
@@ -206,11 +209,15 @@ class WorkerStore:
         reply = await self._call(self._stub.Lookup, self._keys(keys))
         return int(reply.blocks)
 
-    async def pin(self, keys: Sequence[bytes]) -> Ticket:
-        """A ticket on the leading blocks this host holds, maybe none. ``unpin`` it, also when it is empty."""
-        reply = await self._or_undo(
-            self._call(self._stub.Pin, self._keys(keys)), lambda r: self.unpin(from_wire(r.ticket, Ticket))
-        )
+    async def pin(self, keys: Sequence[bytes], use: Use = Use(), load_ms: int = 0) -> Ticket:
+        """A ticket on the leading blocks this host holds in DRAM, maybe none. ``unpin`` it, also when it is empty.
+
+        Those it holds in lower tiers only are brought into DRAM first, as far as ``load_ms`` allows.
+        """
+        asked = self._keys(keys, use)
+        asked.load_ms = load_ms
+        call = self._call(self._stub.Pin, asked, CALL_S + load_ms / 1e3)
+        reply = await self._or_undo(call, lambda r: self.unpin(from_wire(r.ticket, Ticket)))
         return from_wire(reply.ticket, Ticket)
 
     async def unpin(self, ticket: Ticket) -> None:
@@ -218,10 +225,11 @@ class WorkerStore:
         if ticket.slots and self._over is None:
             await self._call(self._stub.Unpin, pb.store.UnpinRequest(session=self._number, ticket=ticket.id))
 
-    async def fetch(self, keys: Sequence[bytes], node: NodeId, address: str, deadline_ms: int) -> Fetched:
+    async def fetch(self, keys: Sequence[bytes], node: NodeId, address: str, deadline_ms: int, use: Use = Use()) -> Fetched:
         """Bring what this host lacks of ``keys`` from the store node ``node`` at ``address``; fewer may come, or none."""
         request = pb.store.FetchRequest(session=self._number, keys=keys, node=node, address=address, deadline_ms=deadline_ms)
         to_wire(self.layout, request.layout)
+        to_wire(use, request.use)
         call = self._call(self._stub.Fetch, request, deadline_ms / 1e3 + FETCH_GRACE_S)
         reply = await self._or_undo(call, lambda r: self.unpin(from_wire(r.ticket, Ticket)))
         return Fetched(from_wire(reply.ticket, Ticket), reply.bytes, reply.carrier)
@@ -235,7 +243,9 @@ class WorkerStore:
         """Our private copy of ``key`` failed its digest at ``place`` (a short stable name: it becomes a counter)."""
         await self._call(self._stub.Quarantine, pb.store.QuarantineRequest(key=key, layer=layer, place=place))
 
-    async def publish(self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None) -> int:
+    async def publish(
+        self, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None, use: Use = Use()
+    ) -> int:
         """Store whole blocks: (key, [block_bytes] view of a page that the caller holds until this returns).
 
         ``blocks`` follow one another; ``parent`` is the key of the block before the first, None where that begins its
@@ -243,7 +253,7 @@ class WorkerStore:
         """
         if not blocks:
             return 0
-        call = self._call(self._stub.Reserve, self._keys([key for key, _ in blocks], parent))
+        call = self._call(self._stub.Reserve, self._keys([key for key, _ in blocks], use, parent))
         reply = await self._or_undo(call, self._abandon)
         by_key = dict(blocks)
         work = []

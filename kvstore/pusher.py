@@ -23,6 +23,7 @@ from moonpool.kvstore.push_target import PushTarget
 from moonpool.kvstore.transfer.carrier import Endpoint, Sender
 from moonpool.kvstore.transfer.choose import MakeSender, carrier_for, make_sender, require_transport
 from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
 
 __all__ = ["PushLanding", "Pusher"]
 
@@ -91,6 +92,7 @@ class Pusher:
             tail_valid=tail_valid,
             parent=parent or b"",
         )
+        to_wire(attempt.request.use, request.use)
         return await self._open(target, await target.grant(request))
 
     async def push_blocks(

@@ -22,9 +22,11 @@ from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Peers
 from moonpool.core.placement import Segment, Source
+from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
+from moonpool.prefill_worker.pace import Pace
 
-FETCH_SHARE = 0.25  # of the time left that a fetch may take before its blocks are computed instead,
+FETCH_SHARE = 0.25  # of the time left that a load or a fetch may take before its blocks are computed instead,
 FETCH_LIMIT_MS = 5_000  # and never more than this: meanwhile the worker computes nothing
 log = logging.getLogger(__name__)
 
@@ -59,21 +61,35 @@ class Found:
                 log.info("ticket %d not unpinned: %s", ticket.id, e)
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long blocks may take to come: not longer than computing them here would, nor than a share of the time left."""
+
+    pace: Pace
+    block_tokens: int
+    deadline_ms: int
+    use: Use
+
+    def limit_ms(self, blocks: int) -> int:
+        return self.pace.limit_ms(blocks * self.block_tokens, min(int(self.deadline_ms * FETCH_SHARE), FETCH_LIMIT_MS))
+
+
 async def find(
     client: WorkerStore | None,
     peers: Peers,
     keys: Sequence[bytes],
     first: int,
     segments: Sequence[Segment],
-    deadline_ms: int,
+    wait: Wait,
 ) -> Found:
-    """Pin the blocks ``keys[first:]`` as far as they can be had; where ``segments`` say so they come from other nodes."""
+    """Pin the blocks ``keys[first:]`` as far as they can be had, from the lower tiers of this host's pool too; where
+    ``segments`` say so they come from other nodes. Nothing is waited for longer than ``wait`` allows."""
     found = Found(client)
     if client is None or first >= len(keys):
         return found
     try:
-        _take(found, await client.pin(keys[first:]))
-        while await _fetch_next(found, client, peers, keys, first, segments, deadline_ms):
+        _take(found, await client.pin(keys[first:], wait.use, wait.limit_ms(len(keys) - first)))
+        while await _fetch_next(found, client, peers, keys, first, segments, wait):
             pass
     except MoonpoolError as e:  # what is pinned so far is good
         log.warning("prefix: %d of %d blocks found, then: %s", len(found.slots), len(keys) - first, e)
@@ -99,7 +115,7 @@ async def _fetch_next(
     keys: Sequence[bytes],
     first: int,
     segments: Sequence[Segment],
-    deadline_ms: int,
+    wait: Wait,
 ) -> bool:
     """Fetch the segment that the next missing block lies in; False when there is none, or it did not come whole."""
     have = first + len(found.slots)
@@ -109,8 +125,8 @@ async def _fetch_next(
             store = peers.store_of(segment.node)
             if store is None:
                 return False
-            limit = min(int(deadline_ms * FETCH_SHARE), FETCH_LIMIT_MS)
-            fetched = await client.fetch(keys[have:end], store.node, store.address, limit)
+            limit_ms = wait.limit_ms(end - have)
+            fetched = await client.fetch(keys[have:end], store.node, store.address, limit_ms, wait.use)
             found.fetched_bytes += fetched.bytes
             _take(found, fetched.ticket)
             return first + len(found.slots) == end

@@ -26,7 +26,8 @@ from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
 from moonpool.prefill_worker.job import Job, give_up_landing, private_keys
-from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, find, quarantine
+from moonpool.prefill_worker.pace import Pace
+from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, Wait, find, quarantine
 
 MAX_TIMINGS = 1_024  # between two reports
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Runner:
     ) -> None:
         self._engine, self._peers, self._planner, self._link, self._pusher = engine, peers, planner, link, pusher
         self._reuse = reuse
+        self._pace = Pace()
         self._compute_thread = ThreadPoolExecutor(1, "compute")
         self._load_thread = ThreadPoolExecutor(1, "prefix load")
         self._late: set[asyncio.Task[Any]] = set()
@@ -155,8 +157,9 @@ class Runner:
         begun = time.monotonic()
         if self._reuse:
             left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
+            wait = Wait(self._pace, size, left_ms, work.job.attempt.request.use)
             finding = asyncio.create_task(
-                find(self._link.client, self._peers, work.keys, work.matched, work.job.segments, left_ms)
+                find(self._link.client, self._peers, work.keys, work.matched, work.job.segments, wait)
             )
             if not await work.done_or_ended(finding):
                 finding.cancel()
@@ -220,6 +223,7 @@ class Runner:
         work.life.stamp(Instant.FIRST_TOKEN, now)
         work.tell(lambda: work.source.sampled(first))
         self.timings.append(timing)
+        self._pace.measured(len(work.tokens) - work.start, timing.seconds - timing.load_seconds)
         self.counts["prompt_tokens"] += len(work.tokens)
         self.counts["reused_tokens"] += work.start
         self.counts["fetched_bytes"] += work.found.fetched_bytes

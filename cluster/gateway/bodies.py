@@ -56,6 +56,11 @@ class SamplingBody(_Body):
     stream_options: StreamOptions | None = None
 
     @property
+    def turn(self) -> int:
+        """Of its conversation, as far as the body shows it."""
+        return 1
+
+    @property
     def stops(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
@@ -166,6 +171,10 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=_UINT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def turn(self) -> int:
+        return 1 + sum(message.role == "assistant" for message in self.messages)
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -63,7 +63,7 @@ class Intake:
         runs = []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
-            request = Request(name, prompt.ids, sampling, named[1], prompt.keys, targets)
+            request = Request(name, prompt.ids, sampling, named[1], prompt.keys, targets, turn=body.turn)
             runs.append(self._run(request, body, Lifetime(dict(lifetime.at))))
         return Generation(runs, self._now)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)moonpool/wire/generated/store_admin.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\x1e\n\x0eInspectRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"t\n\nBlockState\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"H\n\x0cInspectReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.moonpool.v1.BlockState\x12\x0f\n\x07leading\x18\x02 \x01(\r\"9\n\x0bHoldRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04hard\x18\x03 \x01(\x08\"*\n\tHoldReply\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07missing\x18\x02 \x01(\r\"a\n\x0c\x42ringRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x05 \x01(\r\"M\n\nBringReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0f\n\x07\x62rought\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x63\x61rrier\x18\x04 \x01(\t\",\n\x0b\x44ropRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"`\n\x0c\x43leanRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\neverything\x18\x04 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\":\n\nCleanReply\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"?\n\x0f\x43ompressRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\\\n\rCompressReply\x12\x12\n\ncompressed\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x14\n\x0c\x62ytes_before\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_after\x18\x04 \x01(\x04\"d\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\r\n\x05quota\x18\x03 \x01(\x04\x12\x0c\n\x04soft\x18\x04 \x01(\x04\x12\x0c\n\x04hard\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\"J\n\x0bQuotasReply\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.moonpool.v1.TenantUse\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\"A\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"<\n\rSetQuotaReply\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x04\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\r\n\x05\x61\x62ove\x18\x03 \x01(\x04\"Q\n\tLayoutUse\x12%\n\x06layout\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.KVLayout\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\xb7\x02\n\x0b\x44\x65scription\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x36\n\x07numbers\x18\x02 \x03(\x0b\x32%.moonpool.v1.Description.NumbersEntry\x12\x32\n\x05words\x18\x03 \x03(\x0b\x32#.moonpool.v1.Description.WordsEntry\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.moonpool.v1.LayoutUse\x12\'\n\x07tenants\x18\x05 \x03(\x0b\x32\x16.moonpool.v1.TenantUse\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nWordsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xf8\x04\n\nStoreAdmin\x12\x41\n\x07Inspect\x12\x1b.moonpool.v1.InspectRequest\x1a\x19.moonpool.v1.InspectReply\x12\x38\n\x04Hold\x12\x18.moonpool.v1.HoldRequest\x1a\x16.moonpool.v1.HoldReply\x12:\n\x06Unhold\x12\x18.moonpool.v1.HoldRequest\x1a\x16.moonpool.v1.HoldReply\x12;\n\x05\x42ring\x12\x19.moonpool.v1.BringRequest\x1a\x17.moonpool.v1.BringReply\x12\x39\n\x04\x44rop\x12\x18.moonpool.v1.DropRequest\x1a\x17.moonpool.v1.CleanReply\x12;\n\x05\x43lean\x12\x19.moonpool.v1.CleanRequest\x1a\x17.moonpool.v1.CleanReply\x12\x44\n\x08\x43ompress\x12\x1c.moonpool.v1.CompressRequest\x1a\x1a.moonpool.v1.CompressReply\x12\x36\n\x06Quotas\x12\x12.moonpool.v1.Empty\x1a\x18.moonpool.v1.QuotasReply\x12\x44\n\x08SetQuota\x12\x1c.moonpool.v1.SetQuotaRequest\x1a\x1a.moonpool.v1.SetQuotaReply\x12\x38\n\x08\x44\x65scribe\x12\x12.moonpool.v1.Empty\x1a\x18.moonpool.v1.Descriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)moonpool/wire/generated/store_admin.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\x1e\n\x0eInspectRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\"t\n\nBlockState\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\r\n\x05tiers\x18\x02 \x03(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04held\x18\x05 \x01(\t\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"H\n\x0cInspectReply\x12\'\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x17.moonpool.v1.BlockState\x12\x0f\n\x07leading\x18\x02 \x01(\r\"9\n\x0bHoldRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\x0c\x12\x0c\n\x04hard\x18\x03 \x01(\x08\"*\n\tHoldReply\x12\x0c\n\x04held\x18\x01 \x01(\r\x12\x0f\n\x07missing\x18\x02 \x01(\r\",\n\x0b\x44ropRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"`\n\x0c\x43leanRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x12\n\neverything\x18\x04 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\":\n\nCleanReply\x12\x0f\n\x07\x63leared\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"?\n\x0f\x43ompressRequest\x12\x0c\n\x04keys\x18\x01 \x03(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\\\n\rCompressReply\x12\x12\n\ncompressed\x18\x01 \x01(\r\x12\x0c\n\x04kept\x18\x02 \x01(\r\x12\x14\n\x0c\x62ytes_before\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_after\x18\x04 \x01(\x04\"d\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\r\n\x05quota\x18\x03 \x01(\x04\x12\x0c\n\x04soft\x18\x04 \x01(\x04\x12\x0c\n\x04hard\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\r\"J\n\x0bQuotasReply\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.moonpool.v1.TenantUse\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\"A\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"<\n\rSetQuotaReply\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\x04\x12\x0c\n\x04used\x18\x02 \x01(\x04\x12\r\n\x05\x61\x62ove\x18\x03 \x01(\x04\"Q\n\tLayoutUse\x12%\n\x06layout\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.KVLayout\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\xb7\x02\n\x0b\x44\x65scription\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x36\n\x07numbers\x18\x02 \x03(\x0b\x32%.moonpool.v1.Description.NumbersEntry\x12\x32\n\x05words\x18\x03 \x03(\x0b\x32#.moonpool.v1.Description.WordsEntry\x12\'\n\x07layouts\x18\x04 \x03(\x0b\x32\x16.moonpool.v1.LayoutUse\x12\'\n\x07tenants\x18\x05 \x03(\x0b\x32\x16.moonpool.v1.TenantUse\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nWordsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xbb\x04\n\nStoreAdmin\x12\x41\n\x07Inspect\x12\x1b.moonpool.v1.InspectRequest\x1a\x19.moonpool.v1.InspectReply\x12\x38\n\x04Hold\x12\x18.moonpool.v1.HoldRequest\x1a\x16.moonpool.v1.HoldReply\x12:\n\x06Unhold\x12\x18.moonpool.v1.HoldRequest\x1a\x16.moonpool.v1.HoldReply\x12\x39\n\x04\x44rop\x12\x18.moonpool.v1.DropRequest\x1a\x17.moonpool.v1.CleanReply\x12;\n\x05\x43lean\x12\x19.moonpool.v1.CleanRequest\x1a\x17.moonpool.v1.CleanReply\x12\x44\n\x08\x43ompress\x12\x1c.moonpool.v1.CompressRequest\x1a\x1a.moonpool.v1.CompressReply\x12\x36\n\x06Quotas\x12\x12.moonpool.v1.Empty\x1a\x18.moonpool.v1.QuotasReply\x12\x44\n\x08SetQuota\x12\x1c.moonpool.v1.SetQuotaRequest\x1a\x1a.moonpool.v1.SetQuotaReply\x12\x38\n\x08\x44\x65scribe\x12\x12.moonpool.v1.Empty\x1a\x18.moonpool.v1.Descriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,36 +46,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOLDREQUEST']._serialized_end=376
   _globals['_HOLDREPLY']._serialized_start=378
   _globals['_HOLDREPLY']._serialized_end=420
-  _globals['_BRINGREQUEST']._serialized_start=422
-  _globals['_BRINGREQUEST']._serialized_end=519
-  _globals['_BRINGREPLY']._serialized_start=521
-  _globals['_BRINGREPLY']._serialized_end=598
-  _globals['_DROPREQUEST']._serialized_start=600
-  _globals['_DROPREQUEST']._serialized_end=644
-  _globals['_CLEANREQUEST']._serialized_start=646
-  _globals['_CLEANREQUEST']._serialized_end=742
-  _globals['_CLEANREPLY']._serialized_start=744
-  _globals['_CLEANREPLY']._serialized_end=802
-  _globals['_COMPRESSREQUEST']._serialized_start=804
-  _globals['_COMPRESSREQUEST']._serialized_end=867
-  _globals['_COMPRESSREPLY']._serialized_start=869
-  _globals['_COMPRESSREPLY']._serialized_end=961
-  _globals['_TENANTUSE']._serialized_start=963
-  _globals['_TENANTUSE']._serialized_end=1063
-  _globals['_QUOTASREPLY']._serialized_start=1065
-  _globals['_QUOTASREPLY']._serialized_end=1139
-  _globals['_SETQUOTAREQUEST']._serialized_start=1141
-  _globals['_SETQUOTAREQUEST']._serialized_end=1206
-  _globals['_SETQUOTAREPLY']._serialized_start=1208
-  _globals['_SETQUOTAREPLY']._serialized_end=1268
-  _globals['_LAYOUTUSE']._serialized_start=1270
-  _globals['_LAYOUTUSE']._serialized_end=1351
-  _globals['_DESCRIPTION']._serialized_start=1354
-  _globals['_DESCRIPTION']._serialized_end=1665
-  _globals['_DESCRIPTION_NUMBERSENTRY']._serialized_start=1573
-  _globals['_DESCRIPTION_NUMBERSENTRY']._serialized_end=1619
-  _globals['_DESCRIPTION_WORDSENTRY']._serialized_start=1621
-  _globals['_DESCRIPTION_WORDSENTRY']._serialized_end=1665
-  _globals['_STOREADMIN']._serialized_start=1668
-  _globals['_STOREADMIN']._serialized_end=2300
+  _globals['_DROPREQUEST']._serialized_start=422
+  _globals['_DROPREQUEST']._serialized_end=466
+  _globals['_CLEANREQUEST']._serialized_start=468
+  _globals['_CLEANREQUEST']._serialized_end=564
+  _globals['_CLEANREPLY']._serialized_start=566
+  _globals['_CLEANREPLY']._serialized_end=624
+  _globals['_COMPRESSREQUEST']._serialized_start=626
+  _globals['_COMPRESSREQUEST']._serialized_end=689
+  _globals['_COMPRESSREPLY']._serialized_start=691
+  _globals['_COMPRESSREPLY']._serialized_end=783
+  _globals['_TENANTUSE']._serialized_start=785
+  _globals['_TENANTUSE']._serialized_end=885
+  _globals['_QUOTASREPLY']._serialized_start=887
+  _globals['_QUOTASREPLY']._serialized_end=961
+  _globals['_SETQUOTAREQUEST']._serialized_start=963
+  _globals['_SETQUOTAREQUEST']._serialized_end=1028
+  _globals['_SETQUOTAREPLY']._serialized_start=1030
+  _globals['_SETQUOTAREPLY']._serialized_end=1090
+  _globals['_LAYOUTUSE']._serialized_start=1092
+  _globals['_LAYOUTUSE']._serialized_end=1173
+  _globals['_DESCRIPTION']._serialized_start=1176
+  _globals['_DESCRIPTION']._serialized_end=1487
+  _globals['_DESCRIPTION_NUMBERSENTRY']._serialized_start=1395
+  _globals['_DESCRIPTION_NUMBERSENTRY']._serialized_end=1441
+  _globals['_DESCRIPTION_WORDSENTRY']._serialized_start=1443
+  _globals['_DESCRIPTION_WORDSENTRY']._serialized_end=1487
+  _globals['_STOREADMIN']._serialized_start=1490
+  _globals['_STOREADMIN']._serialized_end=2061
 # @@protoc_insertion_point(module_scope)

@@ -148,68 +148,6 @@ class HoldReply(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
-class BringRequest(message.Message):
-    DESCRIPTOR: descriptor.Descriptor
-
-    KEYS_FIELD_NUMBER: builtins.int
-    SOURCE_FIELD_NUMBER: builtins.int
-    LAYOUT_FIELD_NUMBER: builtins.int
-    TENANT_FIELD_NUMBER: builtins.int
-    DEADLINE_MS_FIELD_NUMBER: builtins.int
-    source: builtins.str
-    """node id"""
-    layout: builtins.str
-    """fingerprint; empty where the node has one layout"""
-    tenant: builtins.str
-    """whose the copies are"""
-    deadline_ms: builtins.int
-    @builtins.property
-    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        keys: abc.Iterable[builtins.bytes] | None = ...,
-        source: builtins.str = ...,
-        layout: builtins.str = ...,
-        tenant: builtins.str = ...,
-        deadline_ms: builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-@typing.final
-class BringReply(message.Message):
-    DESCRIPTOR: descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: builtins.int
-    BROUGHT_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    CARRIER_FIELD_NUMBER: builtins.int
-    blocks: builtins.int
-    """leading blocks that are here now"""
-    brought: builtins.int
-    """of them, those that were not before"""
-    bytes: builtins.int
-    """moved"""
-    carrier: builtins.str
-    def __init__(
-        self,
-        *,
-        blocks: builtins.int = ...,
-        brought: builtins.int = ...,
-        bytes: builtins.int = ...,
-        carrier: builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "brought", b"brought", "bytes", b"bytes", "carrier", b"carrier"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-@typing.final
 class DropRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

@@ -50,11 +50,6 @@ class StoreAdminStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.FromString,
                 _registered_method=True)
-        self.Bring = channel.unary_unary(
-                '/moonpool.v1.StoreAdmin/Bring',
-                request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringRequest.SerializeToString,
-                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringReply.FromString,
-                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/moonpool.v1.StoreAdmin/Drop',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.DropRequest.SerializeToString,
@@ -106,13 +101,6 @@ class StoreAdminServicer:
 
     def Unhold(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Bring(self, request, context):
-        """copy leading blocks from another node into this one, and keep them
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -172,11 +160,6 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.Unhold,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.SerializeToString,
-            ),
-            'Bring': grpc.unary_unary_rpc_method_handler(
-                    servicer.Bring,
-                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringRequest.FromString,
-                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringReply.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -290,33 +273,6 @@ class StoreAdmin:
             '/moonpool.v1.StoreAdmin/Unhold',
             moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Bring(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/moonpool.v1.StoreAdmin/Bring',
-            moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringRequest.SerializeToString,
-            moonpool_dot_wire_dot_generated_dot_store__admin__pb2.BringReply.FromString,
             options,
             channel_credentials,
             insecure,

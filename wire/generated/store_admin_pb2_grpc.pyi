@@ -37,8 +37,6 @@ class StoreAdminStub:
     Hold: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]
     """named pins that outlive every session, until unhold"""
     Unhold: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]
-    Bring: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.BringRequest, _store_admin_pb2.BringReply]
-    """copy leading blocks from another node into this one, and keep them"""
     Drop: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.DropRequest, _store_admin_pb2.CleanReply]
     """exactly these blocks, the deepest first; one that has others after it stays"""
     Clean: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.CleanRequest, _store_admin_pb2.CleanReply]
@@ -56,8 +54,6 @@ class StoreAdminAsyncStub(StoreAdminStub):
     Hold: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]  # type: ignore[assignment]
     """named pins that outlive every session, until unhold"""
     Unhold: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]  # type: ignore[assignment]
-    Bring: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.BringRequest, _store_admin_pb2.BringReply]  # type: ignore[assignment]
-    """copy leading blocks from another node into this one, and keep them"""
     Drop: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.DropRequest, _store_admin_pb2.CleanReply]  # type: ignore[assignment]
     """exactly these blocks, the deepest first; one that has others after it stays"""
     Clean: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.CleanRequest, _store_admin_pb2.CleanReply]  # type: ignore[assignment]
@@ -90,14 +86,6 @@ class StoreAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _store_admin_pb2.HoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_admin_pb2.HoldReply, _abc.Awaitable[_store_admin_pb2.HoldReply]]: ...
-
-    @_abc_1.abstractmethod
-    def Bring(
-        self,
-        request: _store_admin_pb2.BringRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_store_admin_pb2.BringReply, _abc.Awaitable[_store_admin_pb2.BringReply]]:
-        """copy leading blocks from another node into this one, and keep them"""
 
     @_abc_1.abstractmethod
     def Drop(
