@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 OURSELVES = 0  # the session number under which the node itself pins
 DRAIN_S = 5.0
+PIECE = 64  # blocks of one landing of a replica: a full pool then takes a part rather than nothing
 log = structlog.get_logger(__name__)
 
 
@@ -100,7 +101,31 @@ class Fetcher:
                 node.pool.unpin(session, held.id, node.clock())
             node.changed()
 
-    async def _bring(self, keys: Sequence[bytes], have: int, source: NodeId, address: str, deadline_s: float) -> Moved:
+    async def replicate(self, keys: Sequence[bytes], source: NodeId, deadline_s: float) -> tuple[int, Moved]:
+        """Bring what is not here of ``keys``, a sequence from its first block on, and leave it here without a reader.
+
+        Returns how many leading blocks are here then: fewer where room, time or the source lack. Never raises.
+        """
+        node = self._node
+        end, moved = node.clock() + deadline_s, Moved(0, "")
+        while True:
+            held = node.pool.pin(OURSELVES, keys, node.clock())
+            try:
+                have, left = len(held.slots), end - node.clock()
+                if have == len(keys) or left <= 0:
+                    return have, moved
+                some = await self._bring(keys[: have + PIECE], have, source, "", left, replica=True)
+                moved = Moved(moved.bytes + some.bytes, some.carrier or moved.carrier)
+                if node.pool.lookup(keys) == have:
+                    return have, moved
+            finally:
+                if held.slots:
+                    node.pool.unpin(OURSELVES, held.id, node.clock())
+                node.changed()
+
+    async def _bring(
+        self, keys: Sequence[bytes], have: int, source: NodeId, address: str, deadline_s: float, *, replica: bool = False
+    ) -> Moved:
         missing = keys[have:]
         known = {self._coming[key] for key in missing if key in self._coming}
         lead = len(list(takewhile(lambda key: key in self._coming, missing)))
@@ -110,7 +135,8 @@ class Fetcher:
         if mine and store is not None:
             first = have + lead
             parent = keys[first - 1] if first else None
-            task = self._node.spawn(self._fetch_run(mine, first, parent, store, address or store.address, deadline_s))
+            run = self._fetch_run(mine, first, parent, store, address or store.address, deadline_s, replica)
+            task = self._node.spawn(run)
             self._coming.update(dict.fromkeys(mine, task))
             task.add_done_callback(lambda _: [self._coming.pop(key, None) for key in mine])
             known.add(task)
@@ -119,7 +145,14 @@ class Fetcher:
         return task.result() if task is not None and task.done() and not task.cancelled() else Moved(0, "")
 
     async def _fetch_run(
-        self, keys: list[bytes], first: int, parent: bytes | None, store: Member, address: str, deadline_s: float
+        self,
+        keys: list[bytes],
+        first: int,
+        parent: bytes | None,
+        store: Member,
+        address: str,
+        deadline_s: float,
+        replica: bool,
     ) -> Moved:
         """Never raises: what did not come is a miss, and counted."""
         node = self._node
@@ -140,7 +173,7 @@ class Fetcher:
             log.info("fetch_without_room", error=e.message)
             return Moved(0, "")
         try:
-            moved = await self._ask_for_push(landing, address, deadline_s)
+            moved = await self._ask_for_push(landing, address, deadline_s, replica)
         except MoonpoolError as e:
             self.failed += 1
             log.warning("fetch_failed", source=store.id, error=e.message)
@@ -150,9 +183,9 @@ class Fetcher:
         self.bytes_in += moved.bytes
         return moved
 
-    async def _ask_for_push(self, landing: Landing, address: str, deadline_s: float) -> Moved:
+    async def _ask_for_push(self, landing: Landing, address: str, deadline_s: float, replica: bool) -> Moved:
         node = self._node
-        request = pb.store.PushToRequest(target_address=node.member.address)
+        request = pb.store.PushToRequest(target_address=node.member.address, replica=replica)
         to_wire(landing, request.landing)
         to_wire(await node.receiving.endpoint(), request.target)
         to_wire(node.layout, request.layout)

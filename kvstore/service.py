@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import InvalidRequest, LayoutMismatch, MoonpoolError
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
+from moonpool.kvstore.checks import MAX_KEYS, checked_key, checked_keys
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.kvstore.fetching import require_target
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.node_sessions import NodeSession
+from moonpool.kvstore.replication.face import ReplicationCalls
 from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.frames import MAX_NOTICE_BYTES
 from moonpool.wire.status import abort, to_error
 
-MAX_KEYS = 1 << 16  # blocks of one request: 4 M tokens in blocks of 64
 MAX_FRAMES = 4096
 MAX_NAME = 256
 MAX_WAIT_MS = 60_000
 HELLO_S = 5.0
 
 
-class StoreService(pb.store_rpc.StoreServicer):
+class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
     def __init__(self, node: StoreNode) -> None:
         self._node = node
         self._pool = node.pool
@@ -261,19 +261,3 @@ class StoreService(pb.store_rpc.StoreServicer):
 
     async def Stats(self, request: pb.types.Empty, context: Any) -> pb.store.StatsReply:
         return pb.store.StatsReply(numbers=self._node.numbers(), words=self._node.words())
-
-
-def checked_key(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise InvalidRequest(f"keys: a block key has {KEY_BYTES} bytes, this one {len(key)}", param="keys")
-    return key
-
-
-def checked_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """InvalidRequest unless they are block keys, all different and not too many."""
-    if len(keys) > MAX_KEYS:
-        raise InvalidRequest(f"keys: {len(keys)} in one call; at most {MAX_KEYS}", param="keys")
-    out = tuple(map(checked_key, keys))
-    if len(set(out)) != len(out):
-        raise InvalidRequest("keys: one key twice in one call; keys of a sequence differ", param="keys")
-    return out

@@ -1,0 +1,59 @@
+"""The calls between store nodes that make copies, as a part of the node's gRPC face."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moonpool.core.errors import InvalidRequest, MoonpoolError
+from moonpool.core.ids import NodeId
+from moonpool.core.layout import KVLayout
+from moonpool.kvstore.checks import checked_keys
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire
+from moonpool.wire.status import abort
+
+if TYPE_CHECKING:
+    from moonpool.kvstore.node import StoreNode
+
+MAX_DEADLINE_MS = 600_000
+
+
+class ReplicationCalls:
+    """Bounds and types are checked here; ``_node`` decides."""
+
+    _node: StoreNode
+
+    async def Replicate(self, request: pb.store.ReplicateRequest, context: Any) -> pb.store.ReplicateReply:
+        try:
+            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the caller")
+            keys, deadline_s = checked_keys(request.keys), checked_deadline(request.deadline_ms) / 1e3
+            if request.node == self._node.member.node:
+                raise InvalidRequest(f"node: {request.node} is this node; name the one that has the blocks", param="node")
+            blocks, moved = await self._node.fetcher.replicate(keys, NodeId(request.node), deadline_s)
+        except MoonpoolError as e:
+            await abort(context, e)
+        return pb.store.ReplicateReply(blocks=blocks, bytes=moved.bytes, carrier=moved.carrier)
+
+    async def Exists(self, request: pb.store.KeysRequest, context: Any) -> pb.store.ExistsReply:
+        try:
+            keys = checked_keys(request.keys)
+        except MoonpoolError as e:
+            await abort(context, e)
+        here, slots = self._node.pool.held.index, self._node.slots
+        found = np.fromiter((here.get(key) is not None for key in keys), bool, len(keys))
+        return pb.store.ExistsReply(
+            bits=np.packbits(found, bitorder="little").tobytes(),
+            free_bytes=slots.free * slots.slot_bytes,
+            evictable_bytes=here.evictable * slots.slot_bytes,
+        )
+
+    async def MoveOut(self, request: pb.store.MoveOutRequest, context: Any) -> pb.store.MoveOutReply:
+        await abort(context, InvalidRequest("move out: not offered yet", param="deadline_ms"))
+
+
+def checked_deadline(deadline_ms: int) -> int:
+    if not 0 < deadline_ms <= MAX_DEADLINE_MS:
+        raise InvalidRequest(f"deadline_ms: {deadline_ms} is not from 1 to {MAX_DEADLINE_MS}", param="deadline_ms")
+    return deadline_ms
