@@ -28,6 +28,7 @@ from moonpool.prefill_worker.pace import Pace
 
 FETCH_SHARE = 0.25  # of the time left that a load or a fetch may take before its blocks are computed instead,
 FETCH_LIMIT_MS = 5_000  # and never more than this: meanwhile the worker computes nothing
+CONNECT_MS = 500  # more for a fetch: the first one from a node makes connections in both directions
 log = logging.getLogger(__name__)
 
 
@@ -125,7 +126,7 @@ async def _fetch_next(
             store = peers.store_of(segment.node)
             if store is None:
                 return False
-            limit_ms = wait.limit_ms(end - have)
+            limit_ms = wait.limit_ms(end - have) + CONNECT_MS
             fetched = await client.fetch(keys[have:end], store.node, store.address, limit_ms, wait.use)
             found.fetched_bytes += fetched.bytes
             _take(found, fetched.ticket)
