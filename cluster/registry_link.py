@@ -1,0 +1,206 @@
+"""A process's side of the embedded registry (``cluster.registry``): one session that beats, one watch.
+
+Heartbeats come from their own thread over a blocking channel: they go on while the event loop is busy. The watch runs on
+the event loop. Both reconnect with back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from moonpool.core.config import TimingConfig
+from moonpool.core.errors import LayoutMismatch, NoPath
+from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
+
+OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
+BACKOFF_S = (0.1, 2.0)
+UNKNOWN_AFTER_S = 5.0  # a registry that came back empty has heard everybody who lives by then
+
+
+class RegistryLink:
+    """Implements ``membership.Link``. ``heard`` gets every change, on the event loop."""
+
+    def __init__(self, registry: str, timing: TimingConfig, heard: Callable[[MemberChange], None], on_fenced: OnFenced) -> None:
+        self._registry, self._timing = registry, timing
+        self._heard, self._on_fenced = heard, on_fenced
+        self._live: dict[MemberId, Member] = {}
+        self._channel = grpc.aio.insecure_channel(registry)
+        self._stub = pb.registry_rpc.RegistryStub(self._channel)
+        self._watcher = asyncio.create_task(self._watch(), name="membership-watch")
+        self._session: _Session | None = None
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def join(self, member: Member) -> None:
+        welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._session = _Session(self._registry, self._timing, member, welcome, self._on_fenced)
+        try:
+            await asyncio.wait_for(asyncio.shield(welcome), 10.0)
+        except TimeoutError as e:
+            raise NoPath(f"registry: no answer from {self._registry} within 10 s; is it running?", retry_after_s=1.0) from e
+
+    def update(self, member: Member) -> None:
+        if self._session:
+            self._session.update(member)
+
+    def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+        report = asyncio.create_task(self._report_gone(member, incarnation, proof), name="membership-report-gone")
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+
+    async def _report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+        message = pb.registry.GoneReport(member=member, incarnation=incarnation, proof=proof)
+        try:
+            await self._stub.ReportGone(message, timeout=2.0)
+        except grpc.aio.AioRpcError:
+            pass
+
+    async def leave(self) -> None:
+        if self._session:
+            await asyncio.to_thread(self._session.leave)
+        self._watcher.cancel()
+        await asyncio.gather(self._watcher, *self._reports, return_exceptions=True)
+        await self._channel.close()
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    # the watch
+
+    async def _watch(self) -> None:
+        delays = _backoff()
+        while True:
+            unheard = dict(self._live)
+            forget = asyncio.get_running_loop().call_later(UNKNOWN_AFTER_S, self._forget, unheard)
+            try:
+                async for message in self._stub.Watch(pb.types.Empty(), wait_for_ready=True):
+                    delays = _backoff()
+                    change = from_wire(message, MemberChange)
+                    unheard.pop(change.member.id, None)
+                    self._tell(change)
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                forget.cancel()
+            await asyncio.sleep(next(delays))
+
+    def _tell(self, change: MemberChange) -> None:
+        if change.liveness is Liveness.LIVE:
+            self._live[change.member.id] = change.member
+        else:
+            self._live.pop(change.member.id, None)
+        self._heard(change)
+
+    def _forget(self, unheard: dict[MemberId, Member]) -> None:
+        for member in unheard.values():
+            self._tell(MemberChange(member, Liveness.SILENT, "unknown to the registry"))
+
+
+class _Session:
+    """The thread that joins and beats. Speaks to the event loop by ``call_soon_threadsafe`` only."""
+
+    def __init__(
+        self,
+        registry: str,
+        timing: TimingConfig,
+        member: Member,
+        welcome: asyncio.Future[None],
+        on_fenced: OnFenced,
+    ) -> None:
+        self._registry, self._beat_s = registry, timing.heartbeat_ms / 1000
+        self._member, self._welcome, self._on_fenced = member, welcome, on_fenced
+        self._loop = asyncio.get_running_loop()
+        self._wake = threading.Condition()
+        self._news = True  # ``member`` has not been sent on this stream yet
+        self._leaving = False
+        self._thread = threading.Thread(target=self._run, name="membership-beat", daemon=True)
+        self._thread.start()
+
+    def update(self, member: Member) -> None:
+        with self._wake:
+            self._member, self._news = member, True
+            self._wake.notify_all()
+
+    def leave(self) -> None:
+        with self._wake:
+            self._leaving = True
+            self._wake.notify_all()
+        self._thread.join(timeout=5.0)
+
+    def _beats(self, ended: threading.Event) -> Iterator[pb.registry.MemberBeat]:
+        """Read by a grpc thread; its end half-closes the stream."""
+        while not ended.is_set():
+            with self._wake:
+                if not self._news and not self._leaving:
+                    self._wake.wait(self._beat_s)
+                news, self._news = self._news, False
+                member, leaving = self._member, self._leaving
+            if ended.is_set():
+                return
+            beat = pb.registry.MemberBeat(incarnation=member.incarnation, leaving=leaving)
+            if news:
+                to_wire(member, beat.member)
+            yield beat
+            if leaving:
+                return
+
+    def _run(self) -> None:
+        delays = _backoff()
+        while not self._leaving:
+            if self._one_stream():
+                return
+            with self._wake:
+                self._news = True
+                self._wake.wait_for(lambda: self._leaving, next(delays))
+
+    def _one_stream(self) -> bool:
+        """One stream's life; True when the session is over for good."""
+        ended = threading.Event()
+        with grpc.insecure_channel(self._registry) as channel:
+            try:
+                for message in pb.registry_rpc.RegistryStub(channel).Join(self._beats(ended)):
+                    if message.HasField("welcome"):
+                        self._tell(_set_result, self._welcome)
+                    elif message.HasField("fenced"):
+                        self._tell(self._on_fenced, message.fenced, message.replaced)
+                        return True
+            except grpc.RpcError as e:
+                if e.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    self._tell(_set_exception, self._welcome, LayoutMismatch(e.details()))
+                    return True
+            finally:
+                ended.set()
+                with self._wake:
+                    self._wake.notify_all()
+        return self._leaving
+
+    def _tell(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed: nobody to tell
+            pass
+
+
+def _set_result(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _set_exception(future: asyncio.Future[None], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _backoff() -> Iterator[float]:
+    """0.1 s doubling to 2 s, each with jitter: members must not come back in step."""
+    delay, most = BACKOFF_S
+    while True:
+        yield delay * random.uniform(0.5, 1.0)
+        delay = min(2 * delay, most)
