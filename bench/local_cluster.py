@@ -11,10 +11,12 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from moonpool.cluster.launch.state import StateDir
 from moonpool.core.errors import ConfigError
 
 _START_S = 300.0
@@ -24,11 +26,17 @@ BOTH = '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]'
 SPLIT = '[{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]'
 
 
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    url: str
+    registry: str  # host:port
+
+
 @contextmanager
 def local_cluster(
     nodes: str, model_dir: Path, settings: Mapping[str, str], *, launcher: Literal["ray", "process"] = "process"
-) -> Iterator[str]:
-    """``moonpool up --detach`` with ``nodes`` (JSON of cluster.nodes); yields its URL; ``moonpool down`` in any case.
+) -> Iterator[LocalCluster]:
+    """``moonpool up --detach`` with ``nodes`` (JSON of cluster.nodes); ``moonpool down`` in any case.
 
     Progress goes to standard error. ConfigError: it did not become ready.
     """
@@ -42,7 +50,8 @@ def local_cluster(
         try:
             if _moonpool([*up, *options, *place], _START_S) != 0:
                 raise ConfigError("bench: the cluster did not start; its reason is above", param="bench")
-            yield f"http://127.0.0.1:{port}"
+            state = StateDir(Path(folder)).read()
+            yield LocalCluster(f"http://127.0.0.1:{port}", state.registry if state else "")
         finally:
             _moonpool(["down", "--name", name, *place], _STOP_S)
 

@@ -23,13 +23,13 @@ and without a prefix those of ``both`` (of ``split`` where only that was measure
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moonpool.bench.asking import AskingClient, ttft_ms
 from moonpool.bench.local_cluster import BOTH, SPLIT, local_cluster
 from moonpool.bench.machine import machine_facts
 from moonpool.bench.transformers_side import OtherSide, transformers_side
@@ -37,13 +37,9 @@ from moonpool.cluster.models import local_model
 from moonpool.core.errors import ConfigError
 from moonpool.loadgen.client import Answer, HttpSender, open_session, served_model
 from moonpool.loadgen.clock import MonotonicClock
-from moonpool.loadgen.plan import PlannedSend
-from moonpool.loadgen.prompts import PromptMaker, token_alphabet
-from moonpool.loadgen.record import Outcome
 
 LENGTHS = (512, 2_048)
 BATCHES = (1, 4, 16)
-_BLOCK = 64
 _PROMPT = 128  # tokens of the prompts of the decode figures
 _OUTPUT = 128
 _LEAST_TOGETHER = 16  # tokens each request must emit while all of the batch decode
@@ -86,10 +82,10 @@ def serve(options: ServeOptions, say: Callable[[str], None] = lambda line: print
     for mode in ("both", "split") if options.mode == "all" else (options.mode,):
         nodes = BOTH if mode == "both" else SPLIT
         settings = {"model.dtype": "bfloat16", "store.pool_bytes": _POOL, "transfer.carrier": options.carrier}
-        with local_cluster(nodes, model_dir, settings, launcher=options.launcher) as url:
+        with local_cluster(nodes, model_dir, settings, launcher=options.launcher) as cluster:
             with transformers_side(model_dir, threads) as other:
-                say(f"measuring {mode} at {url}")
-                samples[mode] = asyncio.run(measure(url, other, options.repeats, say))
+                say(f"measuring {mode} at {cluster.url}")
+                samples[mode] = asyncio.run(measure(cluster.url, other, options.repeats, say))
     facts = {"mode": options.mode, "model": options.model, "dtype": "bfloat16", "transformers_threads": threads}
     return {**facts, "machine": machine, **figures(samples), "samples": samples}
 
@@ -122,7 +118,7 @@ def _figures_of(found: Samples) -> dict[str, float]:
 async def measure(url: str, other: OtherSide, repeats: int, say: Callable[[str], None]) -> Samples:
     """All samples of one server and of ``other``, taken in turns."""
     async with open_session(url, timeout_s=300) as session:
-        client = _Client(HttpSender(session, MonotonicClock()), await served_model(session, url))
+        client = AskingClient(HttpSender(session, MonotonicClock()), await served_model(session, url))
         turns = _Turns(client, other)
         for length in LENGTHS:
             for repeat in range(repeats + 1):
@@ -138,7 +134,7 @@ async def measure(url: str, other: OtherSide, repeats: int, say: Callable[[str],
 class _Turns:
     """Ours, theirs, ours, theirs: one sample of each per call. Theirs blocks the event loop: nothing of ours runs meanwhile."""
 
-    def __init__(self, client: _Client, other: OtherSide) -> None:
+    def __init__(self, client: AskingClient, other: OtherSide) -> None:
         self._client = client
         self._other = other
         self._turn = 0
@@ -157,8 +153,8 @@ class _Turns:
         theirs = self._other.first_token_ms(length, self._turn)
         await asyncio.sleep(_SETTLE_S)
         if keep:
-            self._add(f"ttft_{length}_ms", _ttft_ms(cold))
-            self._add(f"warm_ttft_{length}_ms", _ttft_ms(warm))
+            self._add(f"ttft_{length}_ms", ttft_ms(cold))
+            self._add(f"warm_ttft_{length}_ms", ttft_ms(warm))
             self._add(f"warm_cached_{length}", float(warm.reading.cached_tokens or 0))
             self._add(f"transformers_ttft_{length}_ms", theirs)
 
@@ -175,37 +171,6 @@ class _Turns:
 
     def _add(self, name: str, value: float) -> None:
         self.samples.setdefault(name, []).append(value)
-
-
-class _Client:
-    def __init__(self, sender: HttpSender, model: str) -> None:
-        self._sender = sender
-        self._model = model
-        self._prompts = PromptMaker(token_alphabet(), salt=7)
-
-    async def ask(self, prompt: int, tokens: int, output: int) -> Answer:
-        """One streamed answer to the prompt with that number. ConfigError: the server did not answer in full."""
-        blocks = -(-tokens // _BLOCK)
-        ids = tuple(range(prompt * 1_000, prompt * 1_000 + blocks))
-        content = self._prompts.json_prompt(PlannedSend(0, 0.0, tokens, output, ids, _BLOCK, 0, 0))
-        rest = {
-            "model": self._model, "max_tokens": output, "min_tokens": output, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        answer = Answer()
-        await self._sender.send(json.dumps(rest).encode()[:-1] + b',"prompt":' + content + b"}", {}, answer)
-        if answer.outcome is not Outcome.OK:
-            raise ConfigError(f"bench: the server answered {answer.status}: {answer.reason}", param="bench")
-        if answer.reading.prompt_tokens != tokens or answer.reading.completion_tokens != output:
-            counted = (answer.reading.prompt_tokens, answer.reading.completion_tokens)
-            raise ConfigError(f"bench: asked for ({tokens}, {output}) tokens, the server counted {counted}", param="bench")
-        return answer
-
-
-def _ttft_ms(answer: Answer) -> float:
-    if answer.sent is None or answer.reading.first_text is None:
-        raise ConfigError("bench: the server sent no text", param="bench")
-    return (answer.reading.first_text - answer.sent) * 1e3
 
 
 def together_ms(answers: list[Answer]) -> float:

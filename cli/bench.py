@@ -50,6 +50,20 @@ def place(as_json: AsJson = False) -> None:
     _print(measure(), as_json)
 
 
+@bench.command("tiers")
+def tiers(
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    path: Annotated[str | None, typer.Option("--path", help="Folder on the disk to measure.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A prompt again from device pages, DRAM and SSD, against computing it."""
+    from moonpool.bench.tiers import TierOptions
+    from moonpool.bench.tiers import tiers as measure
+
+    _print(measure(TierOptions(**_chosen({"repeats": repeats, "model": model, "path": path}))), as_json)
+
+
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:
     """Options left out keep the measurement's own defaults."""
     return {name: value for name, value in given.items() if value is not None}

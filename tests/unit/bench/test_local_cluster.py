@@ -19,8 +19,8 @@ CHILD = """
 import sys, threading
 from pathlib import Path
 from moonpool.bench.local_cluster import BOTH, local_cluster
-with local_cluster(BOTH, Path(sys.argv[1]), {"store.pool_bytes": "64MiB", "engine.threads": "1"}) as url:
-    print(url, flush=True)
+with local_cluster(BOTH, Path(sys.argv[1]), {"store.pool_bytes": "64MiB", "engine.threads": "1"}) as cluster:
+    print(cluster.url, flush=True)
     threading.Event().wait()
 """
 
