@@ -77,7 +77,7 @@ class Fetcher:
             await channel.close()
         self._channels.clear()
 
-    def _stub(self, address: str) -> Any:
+    def stub(self, address: str) -> Any:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address)
         return pb.store_rpc.StoreStub(self._channels[address])
@@ -190,20 +190,28 @@ class Fetcher:
         to_wire(await node.receiving.endpoint(), request.target)
         to_wire(node.layout, request.layout)
         try:
-            reply = await self._stub(address).PushTo(request, timeout=deadline_s)
+            reply = await self.stub(address).PushTo(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as e:
             raise error_of(e, address) from e
         return Moved(reply.bytes, reply.carrier)
 
     # The node that has them.
 
-    async def push_to(self, landing: Landing, target: Endpoint, target_address: str) -> Moved:
+    async def push_to(
+        self, landing: Landing, target: Endpoint, target_address: str, deadline_s: float, *, replica: bool = False
+    ) -> Moved:
         """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
-        return await asyncio.shield(self._node.spawn(self._push_to(landing, target, target_address)))
+        pushing = self._node.spawn(self._push_to(landing, target, target_address, deadline_s))
+        moved: Moved = await asyncio.shield(pushing)
+        if not replica:
+            self._node.spreader.read([slot.slot.key for slot in landing.slots])
+        return moved
 
-    async def _push_to(self, landing: Landing, target: Endpoint, target_address: str) -> Moved:
+    async def _push_to(self, landing: Landing, target: Endpoint, target_address: str, deadline_s: float) -> Moved:
         node = self._node
-        ticket = node.pool.pin(OURSELVES, [slot.slot.key for slot in landing.slots], node.clock())
+        keys = [slot.slot.key for slot in landing.slots]
+        await node.bring(keys, deadline_s)
+        ticket = node.pool.pin(OURSELVES, keys, node.clock())
         try:
             sound = await asyncio.to_thread(self._sound, ticket)
             if sound < len(ticket.slots):
@@ -233,7 +241,7 @@ class Fetcher:
         me = self._node.member
         request = pb.store.DrainRequest(landing=landing.id, writer=me.id, writer_incarnation=me.incarnation)
         try:
-            await self._stub(address).Drain(request, timeout=DRAIN_S)
+            await self.stub(address).Drain(request, timeout=DRAIN_S)
         except grpc.aio.AioRpcError as e:
             raise error_of(e, address) from e
 

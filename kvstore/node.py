@@ -30,6 +30,8 @@ from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.receiving import Receiving
 from moonpool.kvstore.regions import OwnRegions, Progress
+from moonpool.kvstore.replication.leaving import Leaving, MovedOut
+from moonpool.kvstore.replication.spreading import Spreader
 from moonpool.kvstore.slots import SlotMap
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver
 from moonpool.kvstore.verify import Verifier
@@ -84,6 +86,8 @@ class StoreNode:
         )
         self.pusher = Pusher(member, layout, regions.views, config.transfer)
         self.fetcher = Fetcher(self, push or self._push)
+        self.spreader = Spreader(self, config.store.replicate_after)
+        self.leaving = Leaving(self)
         self._flush: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -169,6 +173,8 @@ class StoreNode:
 
     async def grant(self, ask: LandingAsk) -> Landing:
         """Busy where slots lack; if making the endpoint anew would free some, that is done first (not too often)."""
+        if self.leaving.begun:
+            raise Busy(f"store node {self.member.node} is leaving and takes no new blocks", peer=self.member.node)
         try:
             landing = self.pool.landings.grant(ask, self.clock())
         except Busy:
@@ -218,6 +224,13 @@ class StoreNode:
         self.changed()
         return endpoint
 
+    async def bring(self, keys: Sequence[bytes], deadline_s: float) -> None:
+        """Bring the leading ``keys`` from lower tiers into DRAM, as far as there is time. Nothing to do without such tiers."""
+
+    async def leave(self) -> MovedOut:
+        """Before ``close``, while others can still be reached: copy to them what only this node holds."""
+        return await self.leaving.move_out(self.config.store.drain_ms / 1e3)
+
     @property
     def generation(self) -> int:
         """The life of the carrier's endpoint."""
@@ -245,7 +258,7 @@ class StoreNode:
             "pool_bytes": self.slots.total * self.layout.slot_bytes,
         }
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
-        return self.pool.numbers() | own | landed | self.fetcher.numbers()
+        return self.pool.numbers() | own | landed | self.fetcher.numbers() | self.spreader.numbers() | self.leaving.numbers()
 
     def words(self) -> dict[str, str]:
         receiver = self.receiving.receiver

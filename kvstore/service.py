@@ -14,8 +14,8 @@ from moonpool.core.landing import Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
 from moonpool.kvstore.checks import MAX_KEYS, checked_key, checked_keys
-from moonpool.kvstore.claims import LandingAsk, Life
-from moonpool.kvstore.fetching import require_target
+from moonpool.kvstore.claims import LandingAsk, Life, Reserved
+from moonpool.kvstore.fetching import DRAIN_S, require_target
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.node_sessions import NodeSession
 from moonpool.kvstore.replication.face import ReplicationCalls
@@ -195,6 +195,9 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         session = await self._session(request.session, context)
         parent = request.parent or None
         reply = pb.store.ReserveReply()
+        if self._node.leaving.begun:
+            reply.reservations.extend(pb.store.Reservation(key=key, state=Reserved.FULL) for key in keys)
+            return reply
         for one in self._pool.reserve(session.number, session.life, keys, parent, self._node.clock()):
             item = reply.reservations.add(key=one.key, state=one.state, id=one.id)
             if one.slot is not None:
@@ -231,7 +234,8 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             landing, target = from_wire(request.landing, Landing), from_wire(request.target, Endpoint)
             require_target(landing, target)
             checked_keys([slot.slot.key for slot in landing.slots])
-            moved = await self._node.fetcher.push_to(landing, target, request.target_address)
+            left_s = context.time_remaining() or DRAIN_S
+            moved = await self._node.fetcher.push_to(landing, target, request.target_address, left_s, replica=request.replica)
         except MoonpoolError as e:
             await abort(context, e)
         return pb.store.PushToReply(bytes=moved.bytes, carrier=moved.carrier)

@@ -11,7 +11,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.checks import checked_keys
 from moonpool.wire import pb
-from moonpool.wire.convert import from_wire
+from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import abort
 
 if TYPE_CHECKING:
@@ -47,10 +47,15 @@ class ReplicationCalls:
             bits=np.packbits(found, bitorder="little").tobytes(),
             free_bytes=slots.free * slots.slot_bytes,
             evictable_bytes=here.evictable * slots.slot_bytes,
+            leaving=self._node.leaving.begun,
         )
 
     async def MoveOut(self, request: pb.store.MoveOutRequest, context: Any) -> pb.store.MoveOutReply:
-        await abort(context, InvalidRequest("move out: not offered yet", param="deadline_ms"))
+        try:
+            deadline_s = checked_deadline(request.deadline_ms) / 1e3
+        except MoonpoolError as e:
+            await abort(context, e)
+        return to_wire(await self._node.leaving.move_out(deadline_s), pb.store.MoveOutReply())
 
 
 def checked_deadline(deadline_ms: int) -> int:

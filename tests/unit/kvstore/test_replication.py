@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from support.store import LAYOUT
-from support.store_cluster import Stores, block_keys, stores
+from support.stores import Stores, block_keys, stores, until
 
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
@@ -84,3 +84,32 @@ async def test_existence_is_asked_per_key_not_per_prefix_and_comes_with_the_room
         assert reply.free_bytes == 13 * LAYOUT.slot_bytes
         assert reply.evictable_bytes == 2 * LAYOUT.slot_bytes
         await s.workers["a"].unpin(held)
+
+
+async def test_a_prefix_that_others_read_often_gets_one_more_copy_where_most_room_is(tmp_path: Path) -> None:
+    async with stores(tmp_path, "a", "b", "c", "d", store={"replicate_after": 2}) as s:
+        keys = block_keys("k", 4)
+        await s.publish("a", keys)
+        await s.publish("c", block_keys("x", 5))
+        await s.fetch("b", keys, "a")
+        assert s.nodes["a"].numbers()["heat_copies"] == 0
+        await s.workers["b"]._stub.Clear(pb.store.KeysRequest())
+        await s.publish("b", block_keys("y", 9))
+        await s.fetch("b", keys[:3], "a")
+        await until(lambda: s.nodes["d"].numbers()["blocks_findable"] == 3, "the emptiest node has what is hot")
+        await s.require_right("d", keys[:3])
+        assert [await s.workers[n].lookup(keys) for n in "bc"] == [3, 0]
+        await until(lambda: s.nodes["a"].numbers()["heat_bytes"] > 3 * LAYOUT.block_bytes, "it counts what it moved")
+        assert s.nodes["a"].numbers()["heat_copies"] == 1, "the copy itself is no read"
+        await s.require_idle()
+
+
+async def test_copies_by_heat_are_off_unless_asked_for(tmp_path: Path) -> None:
+    async with stores(tmp_path, "a", "b", "c") as s:
+        keys = block_keys("k", 2)
+        await s.publish("a", keys)
+        for _ in range(5):
+            await s.fetch("b", keys, "a")
+            await stub(s, "b").Clear(pb.store.KeysRequest())
+        assert s.nodes["a"].numbers()["heat_blocks"] == 0
+        assert await s.workers["c"].lookup(keys) == 0
