@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import bench, chat, config, doctor, down, load, model, run_role, status, up
+from moonpool.cli import bench, chat, config, doctor, down, load, model, run_role, status, store, up
 from moonpool.core.errors import MoonpoolError
 
 
@@ -38,6 +38,7 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("explain")(status.explain)
     app.command("replay")(load.replay)
     app.add_typer(load.trace, name="trace")
+    app.add_typer(store.store, name="store")
     app.add_typer(bench.bench, name="bench")
     app.command("doctor")(doctor.doctor)
     app.command("run")(run_role.run)

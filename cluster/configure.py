@@ -126,6 +126,16 @@ def _from_text(key: str, text: str, origin: str) -> Any:
         raise ConfigError(f"{key}: {text!r} ({origin}) is not JSON; write e.g. {JSON_KEYS[key]}", param=key) from e
 
 
+def read_size(text: str, name: str) -> int:
+    """Bytes from ``1048576`` or ``1 MiB``. ConfigError naming ``name``."""
+    size = _size("_bytes", text)
+    if isinstance(size, int):
+        return size
+    if not text.strip().isdecimal():
+        raise ConfigError(f"{name}: {text!r} is no size; write bytes, or KiB, MiB, GiB, TiB after a number", param=name)
+    return int(text)
+
+
 def _size(key: str, value: Any) -> Any:
     match = _SIZE.match(value) if key.endswith("_bytes") and isinstance(value, str) else None
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else value

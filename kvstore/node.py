@@ -134,10 +134,12 @@ class StoreNode:
         self.spawn(self.sessions.watch())
 
     def add_to(self, server: Any) -> None:
-        """Serve ``proto/store.proto`` on a ``grpc.aio`` server."""
+        """Serve ``proto/store.proto`` and ``proto/store_admin.proto`` on a ``grpc.aio`` server."""
+        from moonpool.kvstore.admin import StoreAdmin
         from moonpool.kvstore.service import StoreService
 
         pb.store_rpc.add_StoreServicer_to_server(StoreService(self), server)
+        pb.store_admin_rpc.add_StoreAdminServicer_to_server(StoreAdmin(self), server)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Work that outlives the call that began it, and that ``close`` ends."""

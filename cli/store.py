@@ -1,0 +1,290 @@
+"""``moonpool store VERB``: what operators ask of the pooled store, and do to it, on one node or on all.
+
+Exit codes: 0, all of it was done; 1, some of it was not (a node did not answer, blocks were in use, or none was found);
+2, the call itself was wrong, and nothing changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moonpool.cli import store_view
+from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
+from moonpool.cli.running import Running, find
+from moonpool.cli.store_calls import ask, blocks_of, change, complete, end
+
+if TYPE_CHECKING:
+    from moonpool.cluster.store_control import Reply, StoreControl
+
+store = typer.Typer(help="Look into the pooled store, and change what it holds.", no_args_is_help=True)
+
+Nodes = Annotated[list[str] | None, typer.Option("--node", help="Node id; may be repeated. Default: all live ones.")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option("--keys", metavar="HEX[,HEX...]|@FILE", help="Block keys in order; may be repeated. A file has one a line."),
+]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", metavar="TEXT|@FILE", help="The whole blocks of this completion prompt.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="--prompt is one user message of a chat.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Tenant name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")]
+From = Annotated[str, typer.Option("--from", help="Node that has the blocks.")]
+To = Annotated[str, typer.Option("--to", help="Node that shall have them.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Time limit of the copy.")]
+
+
+@store.command("lookup")
+def lookup(
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    node: Nodes = None,
+    blocks: Annotated[bool, typer.Option("--blocks", help="One line a block.")] = False,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many leading blocks of a prompt each node holds, and where. Pins nothing."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+    replies = ask(running, node, lambda control: control.inspect(chosen))
+    store_view.show(replies, as_json, rows=blocks)
+    end(replies, done=any(r.facts.get("leading") for r in replies))
+
+
+@store.command("pin")
+def pin(
+    tenant: Tenant,
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    hard: Annotated[bool, typer.Option("--hard/--soft", help="Never evicted; or evicted last.")] = False,
+    node: Nodes = None,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep blocks until `unpin`, on the tenant's budget."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+    replies = ask(running, node, lambda control: control.hold(chosen, tenant, hard=hard))
+    store_view.show(replies, as_json)
+    end(replies, done=any(r.facts.get("held") for r in replies))
+
+
+@store.command("unpin")
+def unpin(
+    tenant: Tenant,
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    node: Nodes = None,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """End what `pin` began for the tenant."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+    replies = ask(running, node, lambda control: control.unhold(chosen, tenant))
+    store_view.show(replies, as_json)
+    end(replies, done=any(r.facts.get("held") for r in replies))
+
+
+@store.command("copy")
+def copy(
+    source: From,
+    target: To,
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    dry_run: DryRun = False,
+    seconds: Seconds = 60.0,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring blocks that one node holds to another one, and keep them there."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+
+    async def work(control: StoreControl) -> list[Reply]:
+        from moonpool.cluster.prompt_keys import layout_of
+
+        layout = layout_of(list(control.stores))
+        return [await control.copy(chosen, source, target, layout, dry_run=dry_run, deadline_s=seconds)]
+
+    replies = ask(running, None, work)
+    store_view.show(replies, as_json)
+    end(replies, done=complete(replies[0]))
+
+
+@store.command("move")
+def move(
+    source: From,
+    target: To,
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    seconds: Seconds = 60.0,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy blocks to another node, then drop them where they were."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+
+    async def work(control: StoreControl, dry: bool) -> list[Reply]:
+        from moonpool.cluster.prompt_keys import layout_of
+
+        layout = layout_of(list(control.stores))
+        return await control.move(chosen, source, target, layout, dry_run=dry, deadline_s=seconds)
+
+    replies = change(running, None, work, dry_run, yes)
+    store_view.show(replies, as_json)
+    end(replies, done=complete(replies[0]) and not any(r.facts.get("kept") for r in replies))
+
+
+@store.command("compress")
+def compress(
+    codec: Annotated[str, typer.Option("--codec", help="int8 or fp8; store.codecs must list it.")],
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    node: Nodes = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replace full copies by smaller, lossy ones, for models and tenants that allow it (store.lossy_for)."""
+    running = find(name, config_file, settings)
+    chosen = blocks_of(running, keys, prompt, chat)
+    replies = change(running, node, lambda control, dry: control.compress(chosen, codec, dry_run=dry), dry_run, yes)
+    store_view.show(replies, as_json)
+    end(replies, done=any(r.facts.get("compressed") for r in replies))
+
+
+@store.command("clear")
+def clear(
+    keys: Keys = None,
+    prompt: Prompt = None,
+    chat: Chat = False,
+    model: Annotated[str, typer.Option("--model", help="Model name, or its fingerprint.")] = "",
+    tenant: Annotated[str, typer.Option("--tenant", help="Blocks that this tenant stored.")] = "",
+    everything: Annotated[bool, typer.Option("--everything", help="All blocks of the nodes.")] = False,
+    node: Nodes = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop blocks that nobody uses: of a model, of a tenant, all; or a prompt's last block with all that continues it."""
+    from moonpool.cluster.store_control import What
+    from moonpool.core.errors import InvalidRequest
+
+    running = find(name, config_file, settings)
+    by_key = keys or prompt is not None
+    if sum(map(bool, (by_key, model, tenant, everything))) != 1:
+        raise InvalidRequest("clear: say what by exactly one of --keys, --prompt, --model, --tenant, --everything")
+    chosen = blocks_of(running, keys, prompt, chat) if by_key else []
+    what = What(tuple(chosen[-1:] if prompt is not None else chosen), model, tenant, everything)
+    replies = change(running, node, lambda control, dry: control.clean(control.resolved(what), dry_run=dry), dry_run, yes)
+    store_view.show(replies, as_json)
+    end(replies, done=not any(r.facts.get("kept") for r in replies))
+
+
+@store.command("quota")
+def quota(
+    tenant: Annotated[str, typer.Option("--tenant", help="Whose quota to set.")] = "",
+    size: Annotated[str, typer.Option("--bytes", help="Bytes of a node's pool (KiB, MiB, GiB); 0: no quota.")] = "",
+    node: Nodes = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each tenant fills and may fill; with --tenant and --bytes, set it until the node restarts."""
+    from moonpool.cluster.configure import read_size
+    from moonpool.core.errors import InvalidRequest
+
+    running = find(name, config_file, settings)
+    if bool(tenant) != bool(size):
+        raise InvalidRequest("quota: give --tenant and --bytes to set one, neither to see all")
+    if not tenant:
+        replies = ask(running, node, lambda control: control.quotas())
+        store_view.show(replies, as_json, rows=True)
+    else:
+        limit = read_size(size, "--bytes")
+        replies = change(
+            running,
+            node,
+            lambda control, dry: control.set_quota(tenant, limit, dry_run=dry),
+            dry_run,
+            yes,
+            harmless=lambda plan: not any(r.facts.get("above") for r in plan),
+        )
+        store_view.show(replies, as_json)
+    end(replies, done=True)
+
+
+@store.command("stats")
+def stats(
+    node: Nodes = None,
+    full: Annotated[bool, typer.Option("--full", help="Every number and word.")] = False,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the nodes hold, and how they fare."""
+    replies = ask(find(name, config_file, settings), node, lambda control: control.stats())
+    store_view.stats(replies, as_json, full)
+    end(replies, done=True)
+
+
+@store.command("watch")
+def watch(
+    node: Nodes = None,
+    name: ClusterName = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Block events as they happen, until interrupted."""
+    running = find(name, config_file, settings)
+    try:
+        asyncio.run(_watch(running, node or [], as_json))
+    except KeyboardInterrupt:
+        say("")
+
+
+async def _watch(running: Running, nodes: Sequence[str], as_json: bool) -> None:
+    from moonpool.cluster.store_control import StoreControl
+    from moonpool.cluster.store_events import StoreEvents
+
+    async with await StoreControl.open(running.registry, nodes):  # a node that is not there is said at once
+        pass
+    async for line in StoreEvents(running.registry, running.config.timing, nodes).lines():
+        print(json.dumps(line.to_json()) if as_json else store_view.words(line), flush=True)

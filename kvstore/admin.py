@@ -1,0 +1,83 @@
+"""What operators may do to one store node: ``proto/store_admin.proto``, beside the service its workers speak to.
+
+Everything is decided by the pool; here bounds are checked and answers put in words. A destructive call with ``dry_run``
+answers what it would have answered, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from moonpool.core.errors import InvalidRequest, MoonpoolError
+from moonpool.kvstore.checks import checked_keys
+from moonpool.kvstore.control import Cleaned, Control
+from moonpool.kvstore.node import StoreNode
+from moonpool.wire import pb
+from moonpool.wire.status import abort
+
+MAX_NAME = 256
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+def answered(
+    call: Callable[[StoreAdmin, Q, Any], Awaitable[R]],
+) -> Callable[[StoreAdmin, Q, Any], Awaitable[R]]:
+    """Errors raised on purpose end the call with their status and message."""
+
+    @wraps(call)
+    async def guarded(self: StoreAdmin, request: Q, context: Any) -> R:
+        try:
+            return await call(self, request, context)
+        except MoonpoolError as e:
+            await abort(context, e)
+
+    return guarded
+
+
+class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
+    def __init__(self, node: StoreNode) -> None:
+        self._node = node
+        self._control = Control(node.pool)
+
+    @answered
+    async def Inspect(self, request: pb.store_admin.InspectRequest, context: Any) -> pb.store_admin.InspectReply:
+        keys = checked_keys(request.keys)
+        reply = pb.store_admin.InspectReply(leading=self._node.pool.lookup(keys))
+        for key in keys:
+            state = self._control.state(key)
+            reply.blocks.add(
+                key=key, tiers=state.tiers, layout=state.layout, tenant=state.tenant, held=state.held, bytes=state.bytes
+            )
+        return reply
+
+    @answered
+    async def Drop(self, request: pb.store_admin.DropRequest, context: Any) -> pb.store_admin.CleanReply:
+        return self._cleaned(self._control.drop(checked_keys(request.keys), request.dry_run))
+
+    @answered
+    async def Clean(self, request: pb.store_admin.CleanRequest, context: Any) -> pb.store_admin.CleanReply:
+        given = [bool(request.keys), bool(request.model), bool(request.tenant), request.everything]
+        if sum(given) != 1:
+            raise InvalidRequest("clear: name what goes by exactly one of keys, model, tenant, everything", param="keys")
+        keys = checked_keys(request.keys)
+        return self._cleaned(
+            self._control.clean(keys, _name(request.model, "model"), _name(request.tenant, "tenant"), request.dry_run)
+        )
+
+    def _cleaned(self, done: Cleaned) -> pb.store_admin.CleanReply:
+        self._node.changed()
+        return pb.store_admin.CleanReply(cleared=done.cleared, kept=done.kept, bytes=done.bytes)
+
+    @answered
+    async def Describe(self, request: pb.types.Empty, context: Any) -> pb.store_admin.Description:
+        node = self._node
+        return pb.store_admin.Description(node=node.member.node, numbers=node.numbers(), words=node.words())
+
+
+def _name(value: str, field: str) -> str:
+    if len(value) > MAX_NAME:
+        raise InvalidRequest(f"{field}: {len(value)} characters; at most {MAX_NAME}", param=field)
+    return value
