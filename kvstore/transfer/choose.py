@@ -14,6 +14,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.membership import Member
 from moonpool.kvstore.transfer.carrier import Sender
 from moonpool.kvstore.transfer.segment import Notify, SegmentSender
+from moonpool.kvstore.transfer.tcp_sender import TcpSender
 
 MakeSender = Callable[[str, Member, TransferConfig, Notify], Sender]
 
@@ -41,6 +42,8 @@ def make_sender(carrier: str, member: Member, config: TransferConfig, notify: No
         from moonpool.kvstore.transfer.ucx_sender import UcxSender
 
         return UcxSender(member, config)
+    if carrier == "tcp":
+        return TcpSender(member, config)
     raise ConfigError(
         f"transfer.carrier: {carrier!r} works inside one process only; use 'auto', 'ucx' or 'segment'", param="transfer.carrier"
     )

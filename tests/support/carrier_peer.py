@@ -1,4 +1,4 @@
-"""One end of the UCX carrier in a process of its own, told what to do line by line: ``python -m support.ucx_peer``.
+"""One end of a carrier in a process of its own, told what to do line by line: ``python -m support.carrier_peer``.
 
 The receiver's memory is a file that the test maps too; the sender's source is ``pattern``, which the test can make as well.
 """
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
-from moonpool.kvstore.transfer.carrier import Endpoint
+from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver, Sender
+from moonpool.kvstore.transfer.choose import make_sender
+from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
 from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
-from moonpool.kvstore.transfer.ucx_sender import UcxSender
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,12 +64,20 @@ def from_json(value: dict[str, Any]) -> Endpoint:
     )
 
 
+def receiver_of(carrier: str, member: Member, on_notices: OnNotices) -> Receiver:
+    return TcpReceiver(member, on_notices) if carrier == "tcp" else UcxReceiver(member, TransferConfig(), on_notices)
+
+
+def sender_of(carrier: str, member: Member) -> Sender:
+    return make_sender(carrier, member, TransferConfig(), lambda endpoint, frames: Future())
+
+
 class Peer:
     """The test's side of such a process."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "support.ucx_peer", *arguments],
+            [sys.executable, "-m", "support.carrier_peer", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -114,8 +124,12 @@ def peer(*arguments: str) -> Iterator[Peer]:
         one.end()
 
 
-def receiving_peer(path: Path, size: int, incarnation: int | None = None) -> Any:
-    return peer("receive", str(path), str(size), str(incarnation or time.time_ns()))
+def receiving_peer(carrier: str, path: Path, size: int, incarnation: int | None = None) -> Any:
+    return peer("receive", carrier, str(path), str(size), str(incarnation or time.time_ns()))
+
+
+def sending_peer(carrier: str, size: int) -> Any:
+    return peer("send", carrier, str(size))
 
 
 def _orders() -> Iterator[dict[str, Any]]:
@@ -127,9 +141,9 @@ def _answer(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
-def _receive(path: str, size: int, incarnation: int) -> None:
+def _receive(carrier: str, path: str, size: int, incarnation: int) -> None:
     view, notices = map_file(path, size), list[bytes]()
-    receiver = UcxReceiver(who("store-b", "b", incarnation), TransferConfig(), notices.extend)
+    receiver = receiver_of(carrier, who("store-b", "b", incarnation), notices.extend)
     receiver.register([Region(0, path, size, 4096)], [view])
     for order in _orders():
         match order["do"]:
@@ -150,8 +164,8 @@ def _receive(path: str, size: int, incarnation: int) -> None:
     receiver.close()
 
 
-def _send(size: int) -> None:
-    sender = UcxSender(who("prefill-0", "a"), TransferConfig())
+def _send(carrier: str, size: int) -> None:
+    sender = sender_of(carrier, who("prefill-0", "a"))
     sender.register([pattern(size)])
     pushed: list[Future[None]] = []
     for order in _orders():
@@ -172,10 +186,11 @@ def _send(size: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for answers
     if arguments[0] == "receive":
-        _receive(arguments[1], int(arguments[2]), int(arguments[3]))
+        _receive(arguments[1], arguments[2], int(arguments[3]), int(arguments[4]))
     else:
-        _send(int(arguments[1]))
+        _send(arguments[1], int(arguments[2]))
 
 
 if __name__ == "__main__":

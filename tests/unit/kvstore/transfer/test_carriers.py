@@ -1,4 +1,4 @@
-"""UCX over TCP loopback, the other end in a process of its own."""
+"""What every carrier between processes does alike, over loopback, the other end in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ucx_peer import from_json, map_file, pattern, peer, receiving_peer, to_json, who
+from support.carrier_peer import from_json, map_file, pattern, receiver_of, receiving_peer, sending_peer, to_json, who
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Bug, PeerSilent, TransferFailed
 from moonpool.core.landing import Region
 from moonpool.core.layout import KVLayout
-from moonpool.kvstore.transfer.carrier import Endpoint, Pieces
-from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
+from moonpool.kvstore.transfer.carrier import Endpoint, Pieces, Sender
+from moonpool.kvstore.transfer.tcp_sender import TcpSender
 from moonpool.kvstore.transfer.ucx_sender import UcxSender
 
 SIZE = 32 << 20
@@ -44,15 +44,25 @@ def ended(future: Future[None]) -> str:
     return type(future.exception(30)).__name__
 
 
+@pytest.fixture(params=["tcp", "ucx"])
+def carrier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make(carrier: str, config: TransferConfig = TransferConfig(), stall_s: float = 5.0) -> Sender:
+    kind = TcpSender if carrier == "tcp" else UcxSender
+    return kind(who("prefill-0", "a"), config, stall_s=stall_s)
+
+
 @pytest.fixture
-def sender() -> Iterator[UcxSender]:
-    one = UcxSender(who("prefill-0", "a"), TransferConfig())
+def sender(carrier: str) -> Iterator[Sender]:
+    one = make(carrier)
     one.register([pattern(SIZE)])
     yield one
     one.close()
 
 
-def push_slices(sender: UcxSender, target: Endpoint, shift: int, layers: int = LAYOUT.layers) -> list[Future[None]]:
+def push_slices(sender: Sender, target: Endpoint, shift: int, layers: int = LAYOUT.layers) -> list[Future[None]]:
     """Ten blocks, layer by layer, in reverse order at the target, ``shift`` bytes further on."""
     out = []
     for layer in range(layers):
@@ -73,8 +83,8 @@ def expected_slices(shift: int) -> np.ndarray:
     return want
 
 
-def test_every_byte_of_whole_blocks_and_of_a_tail_lands_in_its_place(tmp_path: Path, sender: UcxSender) -> None:
-    with receiving_peer(tmp_path / "r", SIZE) as other:
+def test_every_byte_of_whole_blocks_and_of_a_tail_lands_in_its_place(tmp_path: Path, carrier: str, sender: Sender) -> None:
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as other:
         target = other.endpoint()
         other.ask("open")
         assert ended(sender.connect(target)) == "NoneType"
@@ -96,9 +106,9 @@ def test_every_byte_of_whole_blocks_and_of_a_tail_lands_in_its_place(tmp_path: P
 
 
 def test_a_killed_receiver_fails_the_push_within_a_second_and_its_next_life_is_served(
-    tmp_path: Path, sender: UcxSender
+    tmp_path: Path, carrier: str, sender: Sender
 ) -> None:
-    with receiving_peer(tmp_path / "one", SIZE) as first:
+    with receiving_peer(carrier, tmp_path / "one", SIZE) as first:
         target = first.endpoint()
         first.ask("open")
         assert ended(sender.connect(target)) == "NoneType"
@@ -111,15 +121,17 @@ def test_a_killed_receiver_fails_the_push_within_a_second_and_its_next_life_is_s
         with pytest.raises(TransferFailed):  # and fails at once from now on
             sender.push(target, rows((0, 0, 64)), b"x").result(20)
     sender.forget(target)
-    with receiving_peer(tmp_path / "two", SIZE) as second:
+    with receiving_peer(carrier, tmp_path / "two", SIZE) as second:
         second.ask("open")
         for one in push_slices(sender, second.endpoint(), 0):
             one.result(20)
         assert (map_file(str(tmp_path / "two"), SIZE) == expected_slices(0)).all()
 
 
-def test_an_endpoint_made_anew_under_load_fails_the_old_pushes_and_takes_them_again(tmp_path: Path, sender: UcxSender) -> None:
-    with receiving_peer(tmp_path / "r", SIZE) as other:
+def test_an_endpoint_made_anew_under_load_fails_the_old_pushes_and_takes_them_again(
+    tmp_path: Path, carrier: str, sender: Sender
+) -> None:
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as other:
         target = other.endpoint()
         other.ask("open")
         assert ended(sender.connect(target)) == "NoneType"
@@ -140,11 +152,11 @@ def test_an_endpoint_made_anew_under_load_fails_the_old_pushes_and_takes_them_ag
         assert (map_file(str(tmp_path / "r"), SIZE) == expected_slices(0)).all()
 
 
-async def test_nothing_of_a_frozen_sender_lands_after_the_endpoint_was_made_anew(tmp_path: Path) -> None:
+async def test_nothing_of_a_frozen_sender_lands_after_the_endpoint_was_made_anew(tmp_path: Path, carrier: str) -> None:
     view = map_file(str(tmp_path / "r"), SIZE)
-    receiver = UcxReceiver(who("store-b", "b"), TransferConfig(), lambda frames: None)
+    receiver = receiver_of(carrier, who("store-b", "b"), lambda frames: None)
     receiver.register([Region(0, "", SIZE, 4096)], [view])
-    with peer("send", str(SIZE)) as other:
+    with sending_peer(carrier, SIZE) as other:
         receiver.open()
         target = to_json(receiver.describe())
         await asyncio.to_thread(other.ask, "connect", target=target)
@@ -163,10 +175,10 @@ async def test_nothing_of_a_frozen_sender_lands_after_the_endpoint_was_made_anew
     receiver.close()
 
 
-def test_a_frozen_receiver_is_given_up_after_the_stall_time_and_others_go_on(tmp_path: Path) -> None:
-    sender = UcxSender(who("prefill-0", "a"), TransferConfig(), stall_s=1.0)
+def test_a_frozen_receiver_is_given_up_after_the_stall_time_and_others_go_on(tmp_path: Path, carrier: str) -> None:
+    sender = make(carrier, stall_s=1.0)
     sender.register([pattern(SIZE)])
-    with receiving_peer(tmp_path / "frozen", SIZE) as frozen, receiving_peer(tmp_path / "well", SIZE) as well:
+    with receiving_peer(carrier, tmp_path / "frozen", SIZE) as frozen, receiving_peer(carrier, tmp_path / "well", SIZE) as well:
         targets = [one.endpoint() for one in (frozen, well)]
         for one, target in zip((frozen, well), targets, strict=True):
             one.ask("open")
@@ -187,10 +199,10 @@ def test_a_frozen_receiver_is_given_up_after_the_stall_time_and_others_go_on(tmp
     sender.close()
 
 
-def test_a_push_that_waits_can_be_cancelled_and_one_that_is_posted_ends_by_itself(tmp_path: Path) -> None:
-    sender = UcxSender(who("prefill-0", "a"), TransferConfig(throttle_bytes_per_s=1e6))
+def test_a_push_that_waits_can_be_cancelled_and_one_that_is_posted_ends_by_itself(tmp_path: Path, carrier: str) -> None:
+    sender = make(carrier, TransferConfig(throttle_bytes_per_s=1e6))
     sender.register([pattern(SIZE)])
-    with receiving_peer(tmp_path / "r", SIZE) as other:
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as other:
         other.ask("open")
         target = other.endpoint()
         first, second = (sender.push(target, rows((0, i * 300_000, 300_000)), b"x") for i in range(2))
@@ -202,8 +214,10 @@ def test_a_push_that_waits_can_be_cancelled_and_one_that_is_posted_ends_by_itsel
         assert sender.bytes_sent() == 300_001
 
 
-def test_pieces_outside_their_memory_or_region_are_refused_before_anything_is_posted(tmp_path: Path, sender: UcxSender) -> None:
-    with receiving_peer(tmp_path / "r", SIZE) as other:
+def test_pieces_outside_their_memory_or_region_are_refused_before_anything_is_posted(
+    tmp_path: Path, carrier: str, sender: Sender
+) -> None:
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as other:
         other.ask("open")
         target = other.endpoint()
         for bad in (rows((SIZE - 10, 0, 11)), rows((0, SIZE - 10, 11)), rows((-1, 0, 1)), np.array([[1, 0, 0, 0, 1]])):
@@ -213,18 +227,18 @@ def test_pieces_outside_their_memory_or_region_are_refused_before_anything_is_po
         sender.push(target, rows((0, 0, 1)), b"x").result(20)
 
 
-def test_threads_sleep_while_nothing_is_open_and_are_gone_after_close(tmp_path: Path) -> None:
+def test_threads_sleep_while_nothing_is_open_and_are_gone_after_close(tmp_path: Path, carrier: str) -> None:
     before, sockets = threading.active_count(), _sockets()
-    receiver = UcxReceiver(who("store-b", "b"), TransferConfig(), lambda frames: None)
+    receiver = receiver_of(carrier, who("store-b", "b"), lambda frames: None)
     view = map_file(str(tmp_path / "r"), SIZE)
     receiver.register([Region(0, "", SIZE, 4096)], [view])
-    sender = UcxSender(who("prefill-0", "a"), TransferConfig())
+    sender = make(carrier)
     sender.register([pattern(SIZE)])
     receiver.open()
     for one in push_slices(sender, receiver.describe(), 0):
         one.result(20)
     receiver.idle()
-    ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("ucx-")}
+    ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith(("ucx-", "tcp-"))}
     begun = _cpu_ticks(ours)
     time.sleep(1.0)
     assert _cpu_ticks(ours) - begun <= 1
@@ -252,8 +266,8 @@ def _cpu_ticks(tasks: set[int | None]) -> int:
     return total
 
 
-def test_a_process_that_leaves_with_pushes_in_flight_and_nothing_closed_exits_cleanly(tmp_path: Path) -> None:
-    with receiving_peer(tmp_path / "r", SIZE) as target, peer("send", str(SIZE)) as other:
+def test_a_process_that_leaves_with_pushes_in_flight_and_nothing_closed_exits_cleanly(tmp_path: Path, carrier: str) -> None:
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as target, sending_peer(carrier, SIZE) as other:
         target.ask("open")
         to = to_json(target.endpoint())
         other.ask("connect", target=to)

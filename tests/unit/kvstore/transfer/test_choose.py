@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from support.ucx_peer import who
+from support.carrier_peer import who
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ucx_peer import map_file, pattern
+from support.carrier_peer import map_file, pattern
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Bug, PeerSilent, TransferFailed
