@@ -37,12 +37,14 @@ class Made:
 
     ``again`` starts the service anew for a newer life of this process, keeping what took long to load; None where the
     service holds neither slots nor pins and simply goes on. ``after``: what to free once the service closed for good.
+    ``leave``: what the service does for the others before it closes for good; it bounds its own time.
     """
 
     service: Service
     member: Member
     again: Again | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
+    leave: Callable[[Service], Awaitable[None]] | None = None
 
 
 Make = Callable[[RoleSpec, Member, Membership, Say], Awaitable[Made]]
@@ -92,15 +94,16 @@ class Process:
         return code, ""
 
     async def close(self) -> None:
-        """Leaves in order: no new work, the service's own end, the registry, the server. Bounded by ``CLOSE_S``."""
+        """Leaves in order: no new work, the service's own end, the registry, the server. ``CLOSE_S`` after it has left."""
         self._log.info("closing")
         self._closing = True
         if self._return:
             await asyncio.wait({self._return})
+        if self._peers:
+            self._peers.update(replace(self._member, ready=False))
+        await self._leave()
         try:
             async with asyncio.timeout(CLOSE_S):
-                if self._peers:
-                    self._peers.update(replace(self._member, ready=False))
                 if self._made:
                     await self._end_service(self._made)
                     for free in self._made.after:
@@ -112,6 +115,14 @@ class Process:
         except TimeoutError:
             self._log.error("close took too long", limit_s=CLOSE_S)
         self._log.info("closed")
+
+    async def _leave(self) -> None:
+        """While others still reach this process: what its service does for them. Whatever goes wrong, the end follows."""
+        try:
+            if self._made and self._made.leave:
+                await self._made.leave(self._made.service)
+        except Exception as e:  # noqa: BLE001  an end that does not come is worse
+            self._log.error("left without order", exc_info=e)
 
     # one life
 

@@ -59,11 +59,20 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
     async def again(member: Member) -> tuple[Service, Member]:
         return await start(member), member
 
+    async def leave(service: Service) -> None:
+        assert isinstance(service, store)
+        report = await service.leave()
+        mib = 1 << 20
+        say(
+            f"moved out: {report.blocks_saved} blocks ({report.bytes_saved / mib:.1f} MiB) saved, "
+            f"{report.blocks_left} ({report.bytes_left / mib:.1f} MiB) not"
+        )
+
     node = await start(member)
     slots, slot_mib = node.slots.total, layout.slot_bytes / (1 << 20)
     memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
     say(f"memory: {memory}")
-    return Made(node, replace(member, details={"memory": memory}), again)
+    return Made(node, replace(member, details={"memory": memory}), again, leave=leave)
 
 
 async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:

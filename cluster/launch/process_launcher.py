@@ -18,7 +18,7 @@ from moonpool.core.ids import MemberId
 
 BACKOFF_S = (0.2, 5.0)
 STABLE_S = 30.0  # a life this long starts the back-off anew
-STOP_S = 12.0
+STOP_S = 25.0  # a store node moves its blocks out first
 READY = "ready at "  # a life that said so once is worth another one
 
 Command = Callable[[Path], Sequence[str]]

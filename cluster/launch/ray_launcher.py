@@ -28,7 +28,7 @@ from moonpool.core.ids import MemberId, Role
 CPUS = {Role.STORE: 0.1, Role.PREFILL: 0.4, Role.DECODE: 0.4, Role.BOTH: 1.0, Role.CONDUCTOR: 0.1, Role.GATEWAY: 0.1}
 PLACE_S = 30.0
 RETRY_S = 0.3  # while Ray restarts an actor (2 to 3 s), calls to it are refused
-STOP_S = 15.0
+STOP_S = 25.0  # a store node moves its blocks out first
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: no token and no KV goes through it
 
 
