@@ -64,6 +64,19 @@ def tiers(
     _print(measure(TierOptions(**_chosen({"repeats": repeats, "model": model, "path": path}))), as_json)
 
 
+@bench.command("evict")
+def evict(
+    trace: Annotated[str, typer.Option("--trace", help="Request trace, Mooncake JSONL, plain or gzip.")],
+    policy: Annotated[str | None, typer.Option("--policy", help="One policy; all of them if left out.")] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Only the first so many.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Token hit rates of the eviction policies on a request trace."""
+    from moonpool.bench.evict import evict as measure
+
+    _print(measure(trace=trace, **_chosen({"policies": policy and (policy,), "requests": requests})), as_json)
+
+
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:
     """Options left out keep the measurement's own defaults."""
     return {name: value for name, value in given.items() if value is not None}

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.core.errors import ConfigError
+from moonpool.kvstore.eviction.hazard import Hazard
+from moonpool.kvstore.eviction.length_aware import LengthAware
+from moonpool.kvstore.eviction.lfu import Lfu
 from moonpool.kvstore.eviction.lru import Lru
 from moonpool.kvstore.eviction.policy import EvictionPolicy
+from moonpool.kvstore.eviction.s3fifo import S3Fifo
 
-_MAKERS: dict[str, Callable[[], EvictionPolicy]] = {"lru": Lru}
+_MAKERS: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": Lru,
+    "lfu": Lfu,
+    "length_aware": LengthAware,
+    "s3fifo": S3Fifo,
+    "hazard": Hazard,
+}
 
 
 def make_policy(name: str) -> EvictionPolicy:

@@ -1,0 +1,73 @@
+"""Candidates by a rank that mostly grows: a heap that need not hear of every change.
+
+The heap's items may be older than the ranks. One found too low at the top is put back with its row's rank; a rank that
+fell (the row was given out anew) gets a second item, and the old one is recognised by ``_queued``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+NEVER = -1
+SPARE_ITEMS = 1024  # stale items allowed beyond twice the rows
+
+
+class Ranking:
+    """Rows with a rank each (a non-negative int); the candidate of the lowest rank goes first, then the lowest row."""
+
+    def __init__(self) -> None:
+        self.rank: list[int] = []  # by row; the owner writes it
+        self._queued: list[int] = []  # by row: the rank of its item in the heap, NEVER without one
+        self._candidate = bytearray()
+        self._heap: list[tuple[int, int]] = []
+
+    def grow(self, rows: int) -> None:
+        """Make room for rows below ``rows``."""
+        if rows > len(self.rank):
+            more = max(rows, 2 * len(self.rank)) - len(self.rank)
+            self.rank.extend([0] * more)
+            self._queued.extend([NEVER] * more)
+            self._candidate.extend(bytes(more))
+
+    def offer(self, rows: Sequence[int]) -> None:
+        rank, queued, candidate, heap = self.rank, self._queued, self._candidate, self._heap
+        for row in rows:
+            candidate[row] = 1
+            if queued[row] == NEVER or queued[row] > rank[row]:
+                queued[row] = rank[row]
+                heapq.heappush(heap, (rank[row], row))
+        if len(heap) > 2 * len(rank) + SPARE_ITEMS:
+            heap[:] = [item for item in heap if item[0] == queued[item[1]]]
+            heapq.heapify(heap)
+
+    def withhold(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._candidate[row] = 0
+
+    def peek(self) -> int | None:
+        """The first candidate; it stays one. None without candidates."""
+        heap, rank, queued = self._heap, self.rank, self._queued
+        while heap:
+            item, row = heap[0]
+            if item != queued[row]:
+                heapq.heappop(heap)
+            elif not self._candidate[row]:
+                heapq.heappop(heap)
+                queued[row] = NEVER
+            elif item != rank[row]:
+                heapq.heapreplace(heap, (rank[row], row))
+                queued[row] = rank[row]
+            else:
+                return row
+        return None
+
+    def take(self, n: int) -> list[int]:
+        """At most ``n`` first candidates, which are none any more."""
+        out: list[int] = []
+        while len(out) < n and (row := self.peek()) is not None:
+            heapq.heappop(self._heap)
+            self._queued[row] = NEVER
+            self._candidate[row] = 0
+            out.append(row)
+        return out

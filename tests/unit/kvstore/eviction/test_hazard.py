@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moonpool.core.use import Use
+from moonpool.kvstore.eviction.hazard import Hazard
+from moonpool.kvstore.eviction.reuse import ReuseHazard
+
+CHAT, ONCE = Use("a", "chat", 1, 4_000), Use("a", "once", 1, 4_000)
+
+
+def taught() -> Hazard:
+    """Chats came back after 30 s, one block longer; single requests never did. Rows 0 to 799 are used up."""
+    policy = Hazard()
+    for at in range(100):
+        now, rows = at * 3.0, [8 * at + i for i in range(8)]
+        policy.named(rows, [row.to_bytes(16, "little") for row in rows])
+        policy.stored(rows[:2], 0, CHAT, now)
+        policy.stored(rows[2:4], 0, ONCE, now)
+        if at >= 10:
+            old = 8 * (at - 10)
+            policy.used([old, old + 1], 0, Use("a", "chat", 2, 4_400), now)
+            policy.stored(rows[4:5], 2, Use("a", "chat", 2, 4_400), now)
+    policy.choose(1, 300.0)
+    return policy
+
+
+def test_what_comes_back_outlives_what_does_not_though_it_is_older() -> None:
+    policy = taught()
+    policy.stored([800], 0, CHAT, 301.0)
+    policy.stored([801], 0, ONCE, 304.0)
+    policy.offer([800, 801])
+    assert policy.choose(2, 305.0) == [801, 800]
+
+
+def test_what_a_conversation_left_behind_goes_first() -> None:
+    policy = taught()
+    policy.stored([800], 0, CHAT, 301.0)
+    policy.stored([801], 0, CHAT, 302.0)
+    policy.stored([802, 803], 0, CHAT, 303.0)
+    policy.offer([800, 801, 803])
+    policy.used([802], 0, Use("a", "chat", 2, 4_400), 306.0)
+    policy.stored([804], 1, Use("a", "chat", 2, 4_400), 306.0)
+    policy.offer([804])
+    assert policy.choose(1, 306.0) == [803]
+
+
+def test_before_anything_was_learned_the_least_recent_request_goes_first_and_the_deepest_of_its_blocks() -> None:
+    policy = Hazard()
+    policy.stored([0, 1], 0, CHAT, 0.0)
+    policy.stored([2, 3], 0, ONCE, 5.0)
+    policy.offer([1, 3])
+    assert policy.choose(1, 6.0) == [1]
+    policy.removed([1])
+    policy.offer([0])
+    policy.used([0], 0, Use("a", "chat", 2, 5_000), 7.0)
+    assert policy.choose(2, 8.0) == [3, 0]
+
+
+def test_a_return_to_evicted_blocks_is_learned_from_too() -> None:
+    policy = Hazard()
+    policy.named([0, 1], [b"k0", b"k1"])
+    policy.stored([0, 1], 0, CHAT, 0.0)
+    policy.offer([1])
+    assert policy.choose(1, 1.0) == [1]
+    policy.removed([1])
+    policy.offer([0])
+    assert policy.choose(1, 1.0) == [0]
+    policy.removed([0])
+    policy.named([5, 6, 7], [b"k0", b"k1", b"k2"])
+    policy.stored([5, 6, 7], 0, Use("a", "chat", 2, 5_000), 40.0)
+    assert policy._model.returns == 1
+
+
+def test_one_request_told_in_several_calls_is_no_return() -> None:
+    policy = Hazard()
+    policy.stored([0, 1], 0, CHAT, 0.0)
+    policy.stored([2, 3], 2, CHAT, 0.5)
+    policy.used([0, 1, 2, 3], 0, CHAT, 0.9)
+    assert policy._model.returns == 0
+
+
+def test_hazards_are_found_again_from_what_they_produced() -> None:
+    """Two kinds: half of the first returns at 100 s, none of the second; both are seen to 1,000 s."""
+    model = ReuseHazard([3])
+    for i in range(400):
+        number = model.begin([1 + i % 2], 0.0)
+        if i % 4 == 0:
+            model.followed(number, 100.0)
+    assert model.fit(1_000.0)
+    first, second = model.index([1]), model.index([2])
+    assert first[0] == pytest.approx(0.5 / 100, rel=0.4)
+    assert second[0] < first[0] / 10
+    assert first[15] < first[0] / 10
+    assert np.all(first >= 0)
+
+
+def test_too_few_returns_teach_nothing() -> None:
+    model = ReuseHazard([2])
+    for _ in range(100):
+        model.begin([1], 0.0)
+    assert not model.fit(50.0)
