@@ -11,9 +11,12 @@ import hashlib
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from moonpool.core.errors import ConfigError, LayoutMismatch
+from moonpool.core.errors import ConfigError, InvalidRequest, LayoutMismatch
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+RAW = "raw"
+CODED_ITEM_BYTES = {"fp8": 1, "int8": 1}  # of copies that a codec wrote, whatever the dtype that they decode to
+SCALE_BYTES = 4  # one scale for each (k|v, head), before the elements of a coded slice
 DIGEST_BYTES = 8
 SLOT_ALIGN = 4096  # direct I/O and huge pages want it; a slot never straddles two regions
 
@@ -28,21 +31,25 @@ class KVLayout:
     block_tokens: int = 64
     order: str = "canonical"
     digest: str = "xxh3_64"
+    codec: str = RAW  # else: a smaller copy of such blocks, see kvstore.codecs; it has whole blocks only
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= 512:
             raise ConfigError(f"block_tokens: {self.block_tokens} is out of range; use 16 to 512", param="block_tokens")
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"dtype: {self.dtype!r} is unknown; use one of {sorted(ITEM_BYTES)}", param="dtype")
+        if self.codec != RAW and self.codec not in CODED_ITEM_BYTES:
+            raise ConfigError(f"codec: {self.codec!r} is unknown; use one of {[RAW, *CODED_ITEM_BYTES]}", param="codec")
 
     @cached_property
     def row_bytes(self) -> int:
         """Bytes of one token of one head's K (or V)."""
-        return self.head_dim * ITEM_BYTES[self.dtype]
+        return self.head_dim * CODED_ITEM_BYTES.get(self.codec, ITEM_BYTES[self.dtype])
 
     @cached_property
     def slice_bytes(self) -> int:
-        return 2 * self.kv_heads * self.block_tokens * self.row_bytes
+        scales = 0 if self.codec == RAW else 2 * self.kv_heads * SCALE_BYTES
+        return scales + 2 * self.kv_heads * self.block_tokens * self.row_bytes
 
     @cached_property
     def block_bytes(self) -> int:
@@ -62,6 +69,10 @@ class KVLayout:
         """(offset, length) in bytes, inside a layer slice, of its first ``valid`` tokens."""
         if valid == self.block_tokens:
             return [(0, self.slice_bytes)]
+        if self.codec != RAW:
+            raise InvalidRequest(
+                f"valid: {valid} tokens of a block that {self.codec} wrote; it has whole blocks only", param="valid"
+            )
         stride = self.block_tokens * self.row_bytes
         return [(i * stride, valid * self.row_bytes) for i in range(2 * self.kv_heads)]
 

@@ -43,6 +43,7 @@ class KVLayout(message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    CODEC_FIELD_NUMBER: builtins.int
     model: builtins.str
     layers: builtins.int
     kv_heads: builtins.int
@@ -51,6 +52,7 @@ class KVLayout(message.Message):
     block_tokens: builtins.int
     order: builtins.str
     digest: builtins.str
+    codec: builtins.str
     def __init__(
         self,
         *,
@@ -62,10 +64,11 @@ class KVLayout(message.Message):
         block_tokens: builtins.int = ...,
         order: builtins.str = ...,
         digest: builtins.str = ...,
+        codec: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_tokens", b"block_tokens", "digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["block_tokens", b"block_tokens", "codec", b"codec", "digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

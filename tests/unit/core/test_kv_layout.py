@@ -76,7 +76,7 @@ def test_right_bytes_under_another_key_or_layer_have_another_digest() -> None:
 def test_the_fingerprint_covers_every_field() -> None:
     layout = KVLayout("m", 2, 1, 8, "float32")
     changed = {"model": "n", "layers": 3, "kv_heads": 2, "head_dim": 4, "dtype": "bfloat16", "block_tokens": 32}
-    changed |= {"order": "dot_product", "digest": "other"}
+    changed |= {"order": "dot_product", "digest": "other", "codec": "int8"}
     assert set(changed) == {f.name for f in dataclasses.fields(KVLayout)}
     prints = {dataclasses.replace(layout, **{name: value}).fingerprint for name, value in changed.items()}
     assert len(prints | {layout.fingerprint}) == len(changed) + 1
