@@ -15,7 +15,7 @@ HISTORY = 256  # batches kept for subscribers that come back
 
 
 class Watchers:
-    """Event-loop only. ``snapshot`` is asked for with every event published so far."""
+    """Event-loop only. All queues share the frames. ``snapshot`` is asked for with every event published so far."""
 
     def __init__(self, node: NodeId, incarnation: Incarnation, snapshot: Callable[[], IndexSnapshot]) -> None:
         self._node = node
@@ -34,15 +34,19 @@ class Watchers:
             frame = encode_events(batch)
             self._next = batch.number + len(batch.events)
             self._history.append((self._next, frame))
-            for queue in self._queues:
-                self._put(queue, frame)
+            for queue in list(self._queues):
+                if queue.full():
+                    self._cut(queue)
+                    self.cut += 1
+                else:
+                    queue.put_nowait(frame)
 
-    def _put(self, queue: asyncio.Queue[bytes | None], frame: bytes) -> None:
-        if queue.qsize() < QUEUE:
-            queue.put_nowait(frame)
-        elif not queue.full():
-            queue.put_nowait(None)
-            self.cut += 1
+    def _cut(self, queue: asyncio.Queue[bytes | None]) -> None:
+        """Nothing is kept for it: a frozen subscriber may never read again."""
+        self._queues.discard(queue)
+        while not queue.empty():
+            queue.get_nowait()
+        queue.put_nowait(None)
 
     def close(self) -> None:
         for queue in self._queues:
@@ -55,7 +59,7 @@ class Watchers:
 
         Every ``idle_s`` without news an empty batch names the number that comes next, so that a gap shows.
         """
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE + 1)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE)
         missed = self._missed(incarnation, next_number)
         first = [encode_snapshot(self._snapshot())] if missed is None else missed
         self._queues.add(queue)
