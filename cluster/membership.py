@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from moonpool.cluster.etcd.address import is_etcd
 from moonpool.cluster.registry_link import OnFenced, RegistryLink
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import NoPath
@@ -117,4 +118,8 @@ class Membership:
 
 
 def _link(registry: str, timing: TimingConfig, heard: Callable[[MemberChange], None], on_fenced: OnFenced) -> Link:
+    if is_etcd(registry):
+        from moonpool.cluster.etcd.link import EtcdLink  # heavy, and not everybody's
+
+        return EtcdLink(registry, timing, heard, on_fenced)
     return RegistryLink(registry, timing, heard, on_fenced)

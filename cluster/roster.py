@@ -10,6 +10,7 @@ process may still write.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from moonpool.core.errors import LayoutMismatch
@@ -47,7 +48,7 @@ class Roster:
             self.beat(member.id, member.incarnation, now)
         elif known and known.member.incarnation > member.incarnation:
             raise Fenced(f"{member.id}: a newer life ({known.member.incarnation}) took the name", replaced=True)
-        self._require_agreement(member)
+        require_agreement(member, self._known.values())
         changes = []
         if known and known.member.incarnation < member.incarnation and known.liveness is not Liveness.GONE:
             changes.append(MemberChange(known.member, Liveness.GONE, f"replaced by life {member.incarnation}"))
@@ -98,17 +99,18 @@ class Roster:
         self._known[member] = change
         return [change]
 
-    def _require_agreement(self, member: Member) -> None:
-        """Equal layout, hash key and model name as everybody not gone; two that differ would never share a block, silently."""
-        for change in self._known.values():
-            other = change.member
-            if change.liveness is Liveness.GONE or other.id == member.id:
-                continue
-            if member.layout and other.layout:
-                member.layout.require_same(other.layout, f"{other.id} ({other.address})")
-            for field in ("hash_key_id", "model"):
-                mine, theirs = getattr(member, field), getattr(other, field)
-                if mine and theirs and mine != theirs:
-                    raise LayoutMismatch(
-                        f"{field} differs: {mine!r} at {member.id}, {theirs!r} at {other.id}; start both with the same one"
-                    )
+
+def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
+    """Equal layout, hash key and model name as everybody not gone; two that differ would never share a block, silently."""
+    for change in known:
+        other = change.member
+        if change.liveness is Liveness.GONE or other.id == member.id:
+            continue
+        if member.layout and other.layout:
+            member.layout.require_same(other.layout, f"{other.id} ({other.address})")
+        for field in ("hash_key_id", "model"):
+            mine, theirs = getattr(member, field), getattr(other, field)
+            if mine and theirs and mine != theirs:
+                raise LayoutMismatch(
+                    f"{field} differs: {mine!r} at {member.id}, {theirs!r} at {other.id}; start both with the same one"
+                )

@@ -72,6 +72,7 @@ class TransferConfig(_Values):
 class TimingConfig(_Values):
     heartbeat_ms: int = Field(200, ge=10)
     silent_after_ms: int = Field(1_000, ge=50)
+    registry_return_ms: int = Field(10_000, ge=100, description="after etcd was away, members have this long to come back")
     kill_after_ms: int = Field(5_000, ge=0, description="the host's agent kills a process silent this long; 0: never")
     request_budget_ms: int = Field(120_000, ge=1_000, description="all attempts of one request together")
     max_attempts: int = Field(3, ge=1)

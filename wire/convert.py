@@ -13,7 +13,7 @@ import typing
 from enum import Enum
 from typing import Any, TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from moonpool.core.errors import InvalidRequest, UserError
 
@@ -118,3 +118,13 @@ def from_wire(message: Message, cls: type[T]) -> T:
         return cls(**values)
     except UserError as e:  # the dataclass checks itself
         raise InvalidRequest(f"{cls.__name__}: {e.message}", param=e.param) from e
+
+
+def parse(data: bytes, kind: type[M]) -> M:
+    """The message of type ``kind`` in ``data``; InvalidRequest where it is none. Bound the size of ``data`` before."""
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as e:
+        raise InvalidRequest(f"{kind.__name__}: {len(data)} bytes are no such message: {e}", param="data") from e
+    return message

@@ -1,0 +1,76 @@
+"""Where etcd is and which of its keys are this cluster's: ``etcd://host:port,host:port/prefix``. Pure.
+
+PREFIX/CLUSTER/lives/MEMBER   the newest life of a name, its liveness and the proof: the truth, changed by comparing
+PREFIX/CLUSTER/beats/MEMBER   there as long as that life's lease is renewed
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moonpool.core.errors import ConfigError
+from moonpool.core.ids import MemberId
+
+SCHEME = "etcd://"
+DEFAULT_PREFIX = "/moonpool"
+
+_ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+_PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAddress:
+    """``endpoints``: host:port each, names or addresses. ``prefix`` begins every key of the cluster, without a last slash."""
+
+    endpoints: tuple[str, ...]
+    prefix: str
+
+    @classmethod
+    def parse(cls, text: str) -> EtcdAddress:
+        """ConfigError names what is wrong with ``text``."""
+        hosts, slash, path = text.removeprefix(SCHEME).partition("/")
+        prefix = f"{slash}{path}".rstrip("/")
+        endpoints = tuple(host.strip() for host in hosts.split(","))
+        for endpoint in endpoints:
+            match = _ENDPOINT.match(endpoint)
+            if match is None or not 0 < int(match[2]) < 65_536:
+                raise _wrong(text, f"{endpoint!r} is not host:port")
+        if not _PREFIX.match(prefix):
+            raise _wrong(text, f"{prefix!r} is not a key prefix of letters, digits, '.', '_', '-' and '/'")
+        return cls(endpoints, prefix or DEFAULT_PREFIX)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{','.join(self.endpoints)}{self.prefix}"
+
+    def of_cluster(self, name: str) -> EtcdAddress:
+        return EtcdAddress(self.endpoints, f"{self.prefix}/{name}")
+
+    @property
+    def everything(self) -> bytes:
+        """Every key of the cluster begins so."""
+        return f"{self.prefix}/".encode()
+
+    @property
+    def lives(self) -> bytes:
+        return f"{self.prefix}/lives/".encode()
+
+    @property
+    def beats(self) -> bytes:
+        return f"{self.prefix}/beats/".encode()
+
+    def life(self, member: MemberId) -> bytes:
+        return self.lives + member.encode()
+
+    def beat(self, member: MemberId) -> bytes:
+        return self.beats + member.encode()
+
+
+def is_etcd(registry: str) -> bool:
+    return registry.startswith(SCHEME)
+
+
+def _wrong(text: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"cluster.registry: {text!r}: {why}; write etcd://host:port[,host:port...][/prefix]", param="cluster.registry"
+    )
