@@ -1,0 +1,330 @@
+"""The tier's segments while it runs: giving them layouts, dropping extents, losing and replacing files. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from moonpool.core.layout import KVLayout
+from moonpool.kvstore.ssd.copying import Fault, Place, Scratch
+from moonpool.kvstore.ssd.files import SegmentFile
+from moonpool.kvstore.ssd.flow import Flow, Kind, Op
+from moonpool.kvstore.ssd.format import HEADER_BYTES, SegmentHeader, encode_segment, extent_of, offset_of, split_extent
+from moonpool.kvstore.ssd.opening import SEEN_S, Opened, make_segment
+from moonpool.kvstore.ssd.space import Segment
+
+RETIRED_READ_ONLY = 3  # segments with failed writes: the disk, not a place on it
+FORWARDS = 1 << 16  # moved extents whose old number is still understood
+WIPES = 128  # headers written over in one operation
+
+
+class Segments:
+    """``lost(extents)`` is called when blocks are no more."""
+
+    def __init__(
+        self,
+        opened: Opened,
+        flow: Flow,
+        sequence: Callable[[], int],
+        wall: Callable[[], float],
+        counted: Counter[str],
+        lost: Callable[[Sequence[int]], None],
+    ) -> None:
+        self.space = opened.space
+        self._opened = opened
+        self._files = opened.files
+        self._flow = flow
+        self._sequence = sequence
+        self._wall = wall
+        self._counted = counted
+        self._lost = lost
+        self._formatting = asyncio.Lock()
+        self._forwards: dict[int, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        for extent in opened.scanned.torn:  # else the next start would find them again
+            segment, position = self.space.segments[split_extent(extent)[0]], split_extent(extent)[1]
+            self._claim(segment, position)
+            self.spawn(self._wipe(segment, [position]))
+
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Run it beside serving; ``stop`` waits for it. An exception of it is a bug and reaches the loop's handler."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- where things lie --------------------------------------------------------------------------------------------
+
+    @property
+    def direct(self) -> bool:
+        return bool(self._files) and all(file.direct for file in self._files.values())
+
+    def present(self, segment: Segment) -> bool:
+        return self.space.segments.get(segment.number) is segment
+
+    def place(self, run: Sequence[int], layout: KVLayout) -> tuple[Segment, Place]:
+        number, first = split_extent(run[0])
+        segment = self.space.segments[number]
+        return segment, Place(self._files[number], layout, segment.epoch, first, len(run))
+
+    def resolve(self, extent: int, layout: KVLayout) -> int | None:
+        """The extent where that block lies now; None where it is no more."""
+        while self.space.find(extent, layout) is None:
+            moved = self._forwards.get(extent)
+            if moved is None:
+                return None
+            extent = moved
+        return extent
+
+    def forward(self, old: int, new: int) -> None:
+        self._forwards[old] = new
+        if len(self._forwards) > FORWARDS:
+            del self._forwards[next(iter(self._forwards))]
+
+    def filling(self, run: Iterable[int]) -> None:
+        """These extents are about to be written: what their numbers meant before is over."""
+        for extent in run:
+            self._forwards.pop(extent, None)
+            number, position = split_extent(extent)
+            self.space.segments[number].written[position] = 1
+
+    def pin(self, segment: Segment, run: Iterable[int]) -> None:
+        for extent in run:
+            segment.pin(split_extent(extent)[1])
+
+    def unpin(self, segment: Segment, run: Iterable[int]) -> None:
+        for extent in run:
+            segment.unpin(split_extent(extent)[1])
+        self._let_go(segment)
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    def know(self, layout: KVLayout) -> None:
+        self.space.known[layout.fingerprint] = layout
+        now = int(self._wall())
+        for segment in self.space.of(layout):
+            if now - segment.seen > SEEN_S:
+                segment.seen = now
+                self.spawn(self._note_seen(segment))
+
+    async def _note_seen(self, segment: Segment) -> None:
+        await self._write_header(
+            segment, SegmentHeader(segment.number, segment.size, segment.epoch, segment.seen, segment.layout)
+        )
+
+    async def prepare(self, layout: KVLayout, n: int) -> None:
+        """Give ``layout`` segments until it has ``n`` free extents, or no segment can be given."""
+        while self.space.free(layout) < n:
+            async with self._formatting:
+                segment = self.space.blank(layout)
+                if segment is None or self.space.free(layout) >= n:
+                    return
+                await self.format(segment, layout)
+
+    async def format(self, segment: Segment, layout: KVLayout) -> None:
+        """Give an idle segment, or one of an unknown layout, to ``layout``. Where that fails it is retired."""
+        segment.moving = True
+        life = Segment(segment.number, segment.size, layout, self._sequence(), int(self._wall()))
+        ok = await self._write_header(segment, SegmentHeader(life.number, life.size, life.epoch, life.seen, layout))
+        segment.moving = False
+        if not self.present(segment):
+            self._let_go(segment)
+        elif ok:
+            self._counted["segments_formatted"] += 1
+            self._counted["extents_forgotten"] += segment.used
+            self.space.put(life)
+
+    async def _write_header(self, segment: Segment, header: SegmentHeader) -> bool:
+        file = self._files.get(segment.number)
+        if file is None:
+            return False
+        op = Op(Kind.WRITE, HEADER_BYTES, partial(_write_header, file, encode_segment(header)))
+        self._flow.submit(op)
+        (fault,) = await self._flow.settle([op])
+        if fault is not None:
+            self.fault(segment, fault, writing=True)
+        return fault is Fault.NONE
+
+    # -- extents that go ---------------------------------------------------------------------------------------------
+
+    def free(self, extents: Iterable[int]) -> None:
+        for extent in extents:
+            found = self._find(extent)
+            if found is not None:
+                found[0].release(found[1])
+
+    def _find(self, extent: int) -> tuple[Segment, int] | None:
+        while (found := self.space.at(extent)) is None:
+            moved = self._forwards.get(extent)
+            if moved is None:
+                return None
+            extent = moved
+        return found
+
+    def drop(self, segment: Segment, extents: Sequence[int], *, erase: bool) -> None:
+        """Blocks that cannot be read; ``erase``: a restart must not find them either."""
+        live = [e for e in extents if self.space.at(e) is not None and self.present(segment)]
+        if not live:
+            return
+        positions = [split_extent(extent)[1] for extent in live]
+        for position in positions:
+            segment.pin(position)
+            segment.release(position)
+        if erase:
+            self.spawn(self._wipe(segment, positions))
+        else:
+            self.unpin(segment, live)
+        self._lost(live)
+
+    async def erase(self, extents: Iterable[int]) -> None:
+        """Free them and write over their headers, and over every header that freed blocks left behind."""
+        for extent in extents:
+            found = self._find(extent)
+            if found is not None:
+                found[0].pin(found[1])
+                found[0].release(found[1])
+                found[0].unpin(found[1])
+        work = []
+        for segment in list(self.space.segments.values()):
+            if segment.layout is None or self.space.unknown(segment):
+                continue
+            positions = [at for at in range(segment.capacity) if segment.written[at] and not self._lives(segment, at)]
+            for position in positions:
+                self._claim(segment, position)
+            work += [self._wipe(segment, positions[i : i + WIPES]) for i in range(0, len(positions), WIPES)]
+        await asyncio.gather(*work)
+
+    def _lives(self, segment: Segment, position: int) -> bool:
+        return bool(segment.taken[position]) and position not in segment.doomed
+
+    def _claim(self, segment: Segment, position: int) -> None:
+        """Keep a freed extent from being taken until it is unpinned."""
+        segment.occupy(position)
+        segment.pin(position)
+        segment.release(position)
+
+    async def _wipe(self, segment: Segment, positions: Sequence[int]) -> None:
+        """Write over the headers of pinned, freed extents, then unpin them. A file that refuses that is removed."""
+        file, layout = self._files.get(segment.number), segment.layout
+        fault: Fault | None = None
+        if file is not None and layout is not None and self.present(segment):
+            offsets = [offset_of(position, layout) for position in positions]
+            op = Op(Kind.WRITE, len(offsets) * HEADER_BYTES, partial(_write_zeros, file, offsets))
+            self._flow.submit(op)
+            (fault,) = await self._flow.settle([op])
+        if fault is Fault.NONE:
+            for position in positions:
+                segment.written[position] = 0
+        self.unpin(segment, [extent_of(segment.number, position) for position in positions])
+        if fault is Fault.ERROR and file is not None:
+            self._counted["erase_failed"] += 1
+            file.path.unlink(missing_ok=True)
+            self.lose(segment)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def fault(self, segment: Segment, fault: Fault, *, writing: bool) -> None:
+        """What an operation learned about its segment file."""
+        if fault is Fault.ERROR:
+            self._counted["write_errors" if writing else "read_errors"] += 1
+            if writing and not segment.retired:
+                segment.retired = True
+                retired = sum(s.retired for s in self.space.segments.values())
+                self.space.read_only = retired >= min(RETIRED_READ_ONLY, len(self.space.segments))
+        elif fault is Fault.VANISHED and self.present(segment):
+            for other in list(self.space.segments.values()):  # whoever removed one may have removed all
+                if not self._files[other.number].intact():
+                    self.lose(other)
+
+    def lose(self, segment: Segment) -> None:
+        """The file is gone, and all that lay in it. A new one takes its place, under a new number."""
+        if not self.present(segment):
+            return
+        del self.space.segments[segment.number]
+        self._counted["segments_lost"] += 1
+        live = [] if self.space.unknown(segment) else [extent_of(segment.number, at) for at in segment.live()]
+        self._let_go(segment)
+        self.spawn(self._replace(segment.size))
+        if live:
+            self._lost(live)
+
+    def _let_go(self, segment: Segment) -> None:
+        """Close a lost segment's file once no thread is inside it."""
+        if not self.present(segment) and not segment.pins and not segment.moving:
+            file = self._files.get(segment.number)
+            if file is not None and segment.number not in self.space.segments:
+                del self._files[segment.number]
+                file.close()
+
+    async def _replace(self, size: int) -> None:
+        opened = self._opened
+        number = opened.next_number
+        opened.next_number += 1
+        try:
+            file = await asyncio.to_thread(_restored, opened, number, size, int(self._wall()))
+        except OSError as e:
+            opened.notes.append(f"a lost segment could not be made again: {e.strerror}")
+            return
+        self._files[number] = file
+        self.space.put(Segment(number, size, None, 0, int(self._wall())))
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def words(self) -> dict[str, str]:
+        space, files = self.space, self._files.values()
+        has = sum(s.size for s in space.segments.values())
+        state = "read-only after failed writes" if space.read_only else "in use"
+        retired = sum(s.retired for s in space.segments.values())
+        if retired and not space.read_only:
+            state += f", {retired} segments take no more writes"
+        words = {
+            "ssd": f"{self._opened.folder.path}: {state}",
+            "ssd_io": "direct" if self.direct else "through the page cache" if files else "none",
+            "ssd_size": f"{has >> 20} MiB in {len(space.segments)} segments, of {self._opened.cap >> 20} MiB asked for",
+        }
+        if self._opened.notes:
+            words["ssd_notes"] = "; ".join(self._opened.notes[-4:])
+        return words
+
+    async def stop(self) -> None:
+        """Ends what runs beside serving."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self.space.segments.clear()
+        self._opened.folder.close()
+
+
+def _restored(opened: Opened, number: int, size: int, now: int) -> SegmentFile:
+    opened.folder.restore()
+    return make_segment(opened.folder, number, size, now)
+
+
+def _write_header(file: SegmentFile, raw: bytes, scratch: Scratch) -> Fault:
+    if not file.intact():
+        return Fault.VANISHED
+    try:
+        scratch.header(0)[:] = np.frombuffer(raw, dtype=np.uint8)
+        file.write([scratch.header(0)], 0)
+    except OSError:
+        return Fault.ERROR
+    return Fault.NONE
+
+
+def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) -> Fault:
+    if not file.intact():
+        return Fault.VANISHED
+    scratch.header(0)[:] = 0
+    try:
+        for offset in offsets:
+            file.write([scratch.header(0)], offset)
+    except OSError:
+        return Fault.ERROR
+    return Fault.NONE
