@@ -60,6 +60,8 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _child("ray", "import ray", "run scripts/setup again, or use --launcher process")
     yield _model(config)
     yield _port(config)
+    if config.cluster.registry:
+        yield _registry(config)
     yield _state(config)
 
 
@@ -132,6 +134,21 @@ def _port(config: Config) -> Finding:
     except ConfigError as e:
         return Finding("warn", e.message, "give another --port")
     return Finding("ok", f"port {config.gateway.port} is free")
+
+
+def _registry(config: Config) -> Finding:
+    import asyncio
+
+    from moonpool.cluster.etcd.address import is_etcd, registry_of
+    from moonpool.cluster.survey import members
+    from moonpool.core.errors import NoPath
+
+    registry = registry_of(config.cluster)
+    try:
+        known = asyncio.run(members(registry))
+    except NoPath as e:
+        return Finding("fail", e.message, "start etcd" if is_etcd(registry) else "moonpool run registry")
+    return Finding("ok", f"registry {registry} answers; members it knows: {len(known)}")
 
 
 def _state(config: Config) -> Finding:

@@ -27,7 +27,7 @@ def run(
     member: Annotated[str, typer.Option("--id", help="Member id, stable over restarts; default: ROLE-0, store-NODE.")] = "",
     node: Annotated[str, typer.Option("--node", help="Node id: one per host; names the host's store node.")] = "a",
     registry: Annotated[
-        str, typer.Option("--registry", help="host:port of the registry (or where ROLE registry listens).")
+        str, typer.Option("--registry", help="host:port of the registry (or where ROLE registry listens), or etcd://host:port.")
     ] = "",
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -60,6 +60,7 @@ def _read_spec(file: Path) -> RoleSpec:
 
 
 def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
+    from moonpool.cluster.etcd.address import registry_of
     from moonpool.cluster.models import local_model
     from moonpool.cluster.spec import RoleSpec
     from moonpool.core.errors import ConfigError
@@ -70,7 +71,8 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
         raise ConfigError(f"ROLE: {role!r} is unknown; use one of {', '.join(names)}, registry", param="ROLE")
     if not config.cluster.registry:
         raise ConfigError(
-            "--registry: missing; give host:port of a running registry (`moonpool run registry`)", param="registry"
+            "--registry: missing; give host:port of a running registry (`moonpool run registry`), or etcd://host:port",
+            param="registry",
         )
     name = member or (f"store-{node}" if role == "store" else f"{role}-0")
     return RoleSpec(
@@ -78,7 +80,7 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
         Role(role),
         NodeId(checked_name(node, "--node")),
         config,
-        config.cluster.registry,
+        registry_of(config.cluster),
         local_model(config.model.path, say),
     )
 
@@ -87,9 +89,12 @@ async def _run_registry(config: Config) -> int:
     import asyncio
     import signal
 
+    from moonpool.cluster.etcd.address import is_etcd
     from moonpool.cluster.registry import Registry
     from moonpool.core.errors import ConfigError
 
+    if is_etcd(config.cluster.registry):
+        raise ConfigError(f"ROLE: {config.cluster.registry} needs no registry of ours; start the other roles", param="ROLE")
     host, _, port = config.cluster.registry.rpartition(":")
     if config.cluster.registry and not port.isdigit():
         raise ConfigError(f"--registry: {config.cluster.registry!r} is not host:port", param="registry")

@@ -22,7 +22,10 @@ class Running:
     @property
     def registry(self) -> str:
         """ConfigError where none runs here and none was named."""
-        return self._require().registry if self.state or not self.config.cluster.registry else self.config.cluster.registry
+        from moonpool.cluster.etcd.address import registry_of
+
+        named = registry_of(self.config.cluster)
+        return self._require().registry if self.state or not named else named
 
     @property
     def url(self) -> str:

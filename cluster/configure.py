@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from moonpool.cluster.etcd.address import registry_of
 from moonpool.core.config import Config, NodeConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import checked_name
@@ -189,6 +190,7 @@ def _check_together(config: Config) -> None:
                 f"cluster.nodes: {node.name!r} appears twice; give every node its own name", param="cluster.nodes"
             )
         seen.add(node.name)
+    registry_of(cluster)
     _check_roles(config)
     if timing.silent_after_ms < 2 * timing.heartbeat_ms:
         raise ConfigError(

@@ -21,7 +21,7 @@ class RoleSpec:
     role: Role
     node: NodeId
     config: Config
-    registry: str  # host:port
+    registry: str  # as ``etcd.address.registry_of`` says it
     model_dir: Path
 
     @property

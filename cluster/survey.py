@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from moonpool.cluster.etcd.address import is_etcd
 from moonpool.core.errors import NoPath
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, MemberChange
@@ -39,6 +40,10 @@ class Answer:
 
 async def members(registry: str) -> list[MemberChange]:
     """Everybody the registry knows, by id. NoPath when it does not answer."""
+    if is_etcd(registry):
+        from moonpool.cluster.etcd import listing  # heavy, and not everybody's
+
+        return sorted(await listing.members(registry), key=lambda c: c.member.id)
     async with grpc.aio.insecure_channel(registry) as channel:
         try:
             known = await pb.registry_rpc.RegistryStub(channel).List(pb.types.Empty(), timeout=TIMEOUT_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from moonpool.core.config import ClusterConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId
 
@@ -68,6 +69,12 @@ class EtcdAddress:
 
 def is_etcd(registry: str) -> bool:
     return registry.startswith(SCHEME)
+
+
+def registry_of(cluster: ClusterConfig) -> str:
+    """The registry as every process of ``cluster`` is told: in etcd the keys of this cluster alone. Empty: embedded."""
+    named = cluster.registry
+    return str(EtcdAddress.parse(named).of_cluster(cluster.name)) if is_etcd(named) else named
 
 
 def _wrong(text: str, why: str) -> ConfigError:

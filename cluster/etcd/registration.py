@@ -13,9 +13,10 @@ from collections.abc import Callable
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.book import Book, Item
 from moonpool.cluster.etcd.client import Away, Etcd, LeaseLost, Put
-from moonpool.cluster.etcd.records import decode, encode, over
+from moonpool.cluster.etcd.records import decode, encode, name_in, over
 from moonpool.cluster.roster import Fenced, require_agreement
 from moonpool.core.errors import InvalidRequest, LayoutMismatch
+from moonpool.core.ids import MemberId
 from moonpool.core.membership import Liveness, Member, MemberChange
 
 OnFenced = Callable[[str, bool], None]
@@ -138,25 +139,25 @@ class Registration:
     async def _others(self, etcd: Etcd, member: Member) -> list[Item]:
         """What this registration has to look at: for a new life everybody, otherwise its own record."""
         if not self._joined:
-            return (await etcd.read(self._address.lives))[0]
+            return (await etcd.read(self._address.everything))[0]
         own = await etcd.get(self._address.life(member.id))
         return [own] if own else []
 
     def _require_room(self, items: list[Item], member: Member) -> int:
         """The revision that this name's record must still have. Fenced, or LayoutMismatch where it is a new life."""
-        known = _lives(self._address, items)
         mine = next((item for item in items if item.key == self._address.life(member.id)), None)
+        known = _lives(self._address, [mine] if mine else [])
         if member.id in known:
             _require_mine(known[member.id], member)
         if not self._joined:
-            require_agreement(member, known.values())
+            require_agreement(member, _beating(self._address, items))
         return mine.revision if mine else 0
 
     async def _require_still_agreed(self, etcd: Etcd, member: Member) -> None:
         """Of two that disagree and came at the same instant at least the later one sees the other now, and takes itself out."""
-        items, _ = await etcd.read(self._address.lives)
+        items, _ = await etcd.read(self._address.everything)
         try:
-            require_agreement(member, _lives(self._address, items).values())
+            require_agreement(member, _beating(self._address, items))
         except LayoutMismatch:
             await end_life(etcd, self._address, over(member, Liveness.GONE, "refused"))
             raise
@@ -187,15 +188,22 @@ async def end_life(etcd: Etcd, address: EtcdAddress, change: MemberChange) -> No
     raise Away(f"{member.id}: its record kept changing")
 
 
-def _lives(address: EtcdAddress, items: list[Item]) -> dict[str, MemberChange]:
+def _lives(address: EtcdAddress, items: list[Item]) -> dict[MemberId, MemberChange]:
     found = {}
     for item in items:
-        name = item.key[len(address.lives) :].decode(errors="replace")
+        name = name_in(item.key, address.lives)
         try:
-            found[name] = decode(name, item.value or b"")
+            if name is not None:
+                found[name] = decode(name, item.value or b"")
         except InvalidRequest:  # counted where it is watched
             continue
     return found
+
+
+def _beating(address: EtcdAddress, items: list[Item]) -> list[MemberChange]:
+    """Those with a lease: records of others may be what a cluster of yesterday left."""
+    beats = {name_in(item.key, address.beats) for item in items}
+    return [change for member, change in _lives(address, items).items() if member in beats]
 
 
 def _require_mine(known: MemberChange, member: Member) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import psutil
 
+from moonpool.cluster.etcd.address import registry_of
 from moonpool.cluster.launch.death_watch import DeathWatch
 from moonpool.cluster.launch.plan import plan, with_shared_pool
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
@@ -101,7 +102,7 @@ class Supervisor:
 
     async def _open_registry(self) -> str:
         if self._config.cluster.registry:
-            return self._config.cluster.registry
+            return registry_of(self._config.cluster)
         self._registry = Registry(self._config.timing)
         return await self._registry.start(self._config.cluster.host)
 
