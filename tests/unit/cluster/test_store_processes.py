@@ -98,7 +98,7 @@ async def test_a_frozen_node_costs_a_fetch_its_deadline_and_is_forgotten_until_i
         await until(lambda: s.live("b") and s.member("b").incarnation > frozen.incarnation, "it is back as a new life", 30)
         assert (await fetch(s, reader, "b"))[0] == 0, "empty"
         async with asyncio.timeout(5):
-            while (await s.numbers("a"))["slots_fenced"]:
+            while (await s.numbers("a"))["slots_fenced"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
 
