@@ -32,13 +32,50 @@ _OK = b"\1"
 log = structlog.get_logger(__name__)
 
 
-def socket_path(folder: Path, node: str) -> Path:
-    """Where the agent of ``node`` listens: in ``folder``, or in a private folder with a short name if that is too long."""
-    path = folder / f"{node}.agent.sock"
+def socket_path(folder: Path, node: str, what: str = "agent") -> Path:
+    """Where ``what`` of ``node`` listens: in ``folder``, or in a private folder with a short name if that is too long."""
+    path = folder / f"{node}.{what}.sock"
     if len(os.fsencode(path)) <= PATH_LIMIT:
         return path
     short = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()
     return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"moonpool-{os.geteuid()}" / f"{short}.sock"
+
+
+def listen(path: Path) -> tuple[socket.socket, int]:
+    """A listener for messages from this user's processes, and the inode of ``path``. A socket left there is replaced."""
+    try:
+        _private_folder(path.parent)
+    except OSError as e:
+        raise ConfigError(
+            f"cluster.state_dir: cannot make {path.parent}: {e.strerror}; name another folder", param="cluster.state_dir"
+        ) from e
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before listen()
+        inode = path.stat().st_ino
+        listener.listen(BACKLOG)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"cluster.state_dir: cannot listen on {path}: {e.strerror}", param="cluster.state_dir") from e
+    return listener, inode
+
+
+def stop_listening(listener: socket.socket, path: Path, inode: int) -> None:
+    listener.close()
+    with suppress(OSError):
+        if path.stat().st_ino == inode:  # else: a newer life listens there
+            path.unlink()
+
+
+def caller_of(connection: socket.socket) -> int:
+    """The process at the other end (0: in another PID namespace). InvalidRequest where it is another user's."""
+    size = _CREDENTIALS.size
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid != os.geteuid():
+        raise InvalidRequest(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+    return int(pid)
 
 
 def _private_folder(folder: Path) -> None:
@@ -91,27 +128,13 @@ class Agent:
 
     def start(self) -> None:
         """Listen. A socket left by an earlier life of this node is replaced."""
-        try:
-            _private_folder(self.path.parent)
-        except OSError as e:
-            raise ConfigError(
-                f"cluster.state_dir: cannot make {self.path.parent}: {e.strerror}; name another folder",
-                param="cluster.state_dir",
-            ) from e
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            self.path.unlink(missing_ok=True)
-            listener.bind(str(self.path))
-            self.path.chmod(0o600)  # nobody can connect before listen()
-            self._inode = self.path.stat().st_ino
-            listener.listen(BACKLOG)
-        except OSError as e:
-            listener.close()
-            raise ConfigError(
-                f"cluster.state_dir: cannot listen on {self.path}: {e.strerror}", param="cluster.state_dir"
-            ) from e
-        self._listener = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._listener, self._inode = listen(self.path)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def watch(self, life: Life, pid: int, pidfd: int) -> None:
+        """Hear of the end of the process ``pid``, which ``life`` is one of. The descriptor is ours from now on."""
+        self._pidfds[life], self._pids[life] = pidfd, pid
+        asyncio.get_running_loop().add_reader(pidfd, self._died, life)
 
     def kill(self, life: Life) -> bool:
         """SIGKILL. False where its pidfd is not held or the kernel refuses (it is in another PID namespace)."""
@@ -135,11 +158,8 @@ class Agent:
             self.forget(life)
         if self._listener is not None:
             loop.remove_reader(self._listener)
-            self._listener.close()
+            stop_listening(self._listener, self.path, self._inode)
             self._listener = None
-            with suppress(OSError):
-                if self.path.stat().st_ino == self._inode:  # else: a newer life listens there
-                    self.path.unlink()
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -182,9 +202,7 @@ class Agent:
 
     def _take(self, caller: socket.socket, frame: bytes, fds: list[int]) -> None:
         """Watch the one descriptor in ``fds`` (taken out of the list) as the process of the session that ``frame`` names."""
-        pid, uid, _ = _CREDENTIALS.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.geteuid():
-            raise InvalidRequest(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+        pid = caller_of(caller)
         life = self._whose(decode_hand_over(frame))
         if life is None or len(fds) != 1:
             raise InvalidRequest(f"process {pid}: {len(fds)} descriptors, session {'unknown' if life is None else 'known'}")
@@ -192,8 +210,7 @@ class Agent:
             raise InvalidRequest(f"process {pid}: the descriptor is not its own pidfd")
         if life in self._pidfds:
             return  # a session made anew by the same process
-        self._pidfds[life], self._pids[life] = fds.pop(), pid
-        asyncio.get_running_loop().add_reader(self._pidfds[life], self._died, life)
+        self.watch(life, pid, fds.pop())
 
     def _died(self, life: Life) -> None:
         self.forget(life)

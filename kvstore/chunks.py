@@ -1,0 +1,89 @@
+"""Bytes of raw chunks: copied in or out and digested in one pass, in pieces that stay in a core's cache.
+
+The digest is that of ``slices``: over the whole block (value, what lies between, header), seeded with key and layer 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import xxhash
+
+from moonpool.core.digests import slice_seed
+from moonpool.core.errors import DigestMismatch
+from moonpool.kvstore.objects import CLASSES, HEADER_BYTES, Chunk
+
+STEP = 128 << 10  # copied, then digested while it is in the second-level cache
+_DIGEST = struct.Struct("<Q")
+
+
+class Parts:
+    """The bytes of one value as views that follow one another, taken from the front."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self._parts = parts
+        self._part = 0
+        self._at = 0
+
+    def take(self, n: int) -> Iterator[memoryview]:
+        """The next ``n`` bytes, in views of at most ``STEP`` bytes."""
+        while n:
+            part = self._parts[self._part]
+            end = min(self._at + min(n, STEP), len(part))
+            yield part[self._at : end]
+            n -= end - self._at
+            self._at = end
+            if end == len(part):
+                self._part, self._at = self._part + 1, 0
+
+
+def header_at(chunk: Chunk, offset: int) -> int:
+    return offset + CLASSES[chunk.size_class]
+
+
+def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
+    """Copy a chunk's bytes into the slot at ``offset``, its header where it is the leaf, and its digest."""
+    mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
+    at = digested = offset
+    for piece in parts.take(chunk.end - chunk.start):
+        end = at + len(piece)
+        memory[at:end] = piece
+        at = end
+        if at - digested >= STEP:
+            mix.update(memory[digested:at])
+            digested = at
+    place = header_at(chunk, offset)
+    if header is not None:
+        memory[place : place + HEADER_BYTES] = header
+    mix.update(memory[digested : place + HEADER_BYTES])
+    _DIGEST.pack_into(memory, place + HEADER_BYTES, mix.intdigest())
+
+
+def header_of(memory: memoryview, offset: int, chunk_class: int) -> bytes:
+    """A private copy of a leaf's header, not verified yet."""
+    at = offset + CLASSES[chunk_class]
+    return bytes(memory[at : at + HEADER_BYTES])
+
+
+def read(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
+    """Copy a chunk out into ``parts``, then verify the private copy (and ``header``, where it is the leaf).
+
+    DigestMismatch: the bytes are not those of ``chunk.key``.
+    """
+    place = header_at(chunk, offset)
+    (digest,) = _DIGEST.unpack_from(memory, place + HEADER_BYTES)
+    mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
+    at = offset
+    for piece in parts.take(chunk.end - chunk.start):
+        end = at + len(piece)
+        piece[:] = memory[at:end]
+        mix.update(piece)
+        at = end
+    if header is None:
+        mix.update(memory[at : place + HEADER_BYTES])
+    else:
+        mix.update(memory[at:place])
+        mix.update(header)
+    if mix.intdigest() != digest:
+        raise DigestMismatch(f"chunk {chunk.key.hex()} differs from its digest; the value is a miss")

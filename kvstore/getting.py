@@ -1,0 +1,107 @@
+"""Getting values and blocks through a host link: pin, copy out of the mapping, verify the private copy, unpin.
+
+What fails its digest is quarantined at the store node and counts as not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent
+from moonpool.core.layout import KVLayout
+from moonpool.kvstore import chunks, slices, values
+from moonpool.kvstore.host_link import HostLink
+from moonpool.kvstore.objects import RAW_LAYOUTS, decode_header, plan, require_fits
+from moonpool.wire import host_frames as frames
+from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
+
+PLACE = "library"  # where mismatches are counted
+GET_AT_ONCE = 256  # values pinned at a time
+
+
+def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
+    return [keys[at : at + MAX_ITEMS] for at in range(0, len(keys), MAX_ITEMS)]
+
+
+def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None) -> list[Any]:
+    """The value of each key, or None; copied into what ``into`` names for it, where that is given."""
+    out: list[Any] = []
+    while len(out) < len(keys):
+        part = keys[len(out) : len(out) + GET_AT_ONCE]
+        head, frame = link.ask(frames.encode_keys(Kind.OPEN, link.number(), part))
+        ticket, opened = frames.decode_opened(frame, head.items)
+        try:
+            for places in opened:
+                at = len(out)
+                out.append(_read(link, keys[at], places, None if into is None else into[at]) if places else None)
+        finally:
+            _unpin(link, ticket)
+    return out
+
+
+def _read(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any:
+    try:
+        return _read_value(link, key, places, into)
+    except DigestMismatch:
+        link.ask(frames.encode_quarantine(link.number(), key, 0, PLACE))
+        return None
+
+
+def get_blocks(link: HostLink, layout: KVLayout, number: int, keys: Sequence[bytes], into: Sequence[NDArray[np.uint8]]) -> int:
+    """How many leading blocks of ``layout`` (the node's ``number`` of it) were copied into ``into`` and are right."""
+    done = 0
+    for part in in_frames(keys):
+        head, frame = link.ask(frames.encode_keys(Kind.PIN, link.number(), part, word=number))
+        ticket, opened = frames.decode_opened(frame, head.items)
+        places = [place for one in opened for place in one]
+        try:
+            for place in places:
+                _read_block(link, layout, keys[done], place, into[done])
+                done += 1
+        except DigestMismatch:
+            link.ask(frames.encode_quarantine(link.number(), keys[done], 0, PLACE))
+            break
+        finally:
+            _unpin(link, ticket)
+        if len(places) < len(part):
+            break
+    return done
+
+
+def _unpin(link: HostLink, ticket: int) -> None:
+    if ticket:
+        with suppress(PeerSilent):  # then the pins went with the connection, and what was verified is right all the same
+            link.send(frames.encode_ids(Kind.UNPIN, 0, [ticket]))
+
+
+def _read_block(link: HostLink, layout: KVLayout, key: bytes, place: Place, into: NDArray[np.uint8]) -> None:
+    memory = link.memory(place.region, place.offset, layout.slot_bytes)
+    region = np.frombuffer(memory, dtype=np.uint8)
+    for layer in range(layout.layers):
+        mine = slices.slice_of(layout, into, 0, layer)
+        slices.read(layout, region, place.offset, layer, key, layout.block_tokens, mine)
+
+
+def _read_value(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any:
+    """The value whose chunks lie at ``places``, verified. DigestMismatch where they are not its."""
+    if places[-1].layout >= len(RAW_LAYOUTS):
+        raise InvalidRequest("key: it names a block of KV, not a value", param="key")
+    memories = [link.memory(p.region, p.offset, RAW_LAYOUTS[p.layout].slot_bytes) for p in places]
+    header = chunks.header_of(memories[-1], places[-1].offset, places[-1].layout)
+    shape, nonce = decode_header(header)
+    require_fits(shape, [place.layout for place in places])
+    views = None if into is None else values.targets(into)
+    fits = views is not None and sum(map(len, views)) == shape.size
+    raw, room = (into, views) if views is not None and fits else values.make_room(shape)
+    parts = chunks.Parts(room)
+    leaf = len(places) - 1
+    for i, chunk in enumerate(plan(key, nonce, shape.size)):
+        chunks.read(memories[i], places[i].offset, chunk, parts, header if i == leaf else None)
+    if views is not None and not fits:
+        raise InvalidRequest(f"into: {sum(map(len, views))} bytes for a value of {shape.size}", param="into")
+    return raw if into is not None else values.finish(raw, shape)

@@ -1,0 +1,147 @@
+"""Putting blocks through a host link: reserve, fill through the mapping, seal, with the next batch's room asked for meanwhile.
+
+Several batches are on their way at once, so that the store node decides on one core while this process copies on another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from moonpool.core.errors import TransferFailed
+from moonpool.kvstore.host_link import HostLink
+from moonpool.wire import host_frames as frames
+from moonpool.wire.host_frames import STATES, Granted, Kind, Link, Wanted
+
+BATCH_BLOCKS = 64
+BATCH_BYTES = 4 << 20
+AHEAD = 2  # batches reserved and not yet filled
+
+
+class Put(StrEnum):
+    """What became of a value."""
+
+    STORED = "stored"
+    THERE = "there"  # a value of this key is here already, and stays
+    COMING = "coming"  # somebody else is writing one
+    NO_ROOM = "no_room"  # and nothing that could be evicted
+    NO_PARENT = "no_parent"  # the block before it is not here: it would never be found
+    LOST = "lost"  # somebody else's was first, or the store node gave this one up
+
+
+OF_STATE = dict(zip(STATES, (Put.STORED, Put.THERE, Put.COMING, Put.NO_ROOM, Put.NO_PARENT), strict=True))
+
+
+@dataclass(slots=True)
+class Fill:
+    """``write`` puts one block with its digests into the slot at an offset of a region."""
+
+    slot_bytes: int
+    write: Callable[[memoryview, int], None]
+
+
+@dataclass(slots=True)
+class Item:
+    """Blocks that are stored together or not at all, with what writes each; ``put`` is the outcome."""
+
+    wanted: Sequence[Wanted]
+    fills: Sequence[Fill]
+    bytes: int
+    put: Put = Put.LOST
+
+
+@dataclass(slots=True)
+class Batch:
+    items: list[Item]
+    ids: list[int] = field(default_factory=list)
+
+
+def batches(items: Iterable[Item]) -> Iterator[Batch]:
+    """Items in order, as many at a time as keep a frame and the slots reserved ahead small."""
+    out: list[Item] = []
+    blocks = size = 0
+    for item in items:
+        if out and (blocks + len(item.wanted) > BATCH_BLOCKS or size + item.bytes > BATCH_BYTES):
+            yield Batch(out)
+            out, blocks, size = [], 0, 0
+        out.append(item)
+        blocks += len(item.wanted)
+        size += item.bytes
+    if out:
+        yield Batch(out)
+
+
+class Putting:
+    """One call's puts over ``link``. An error ends the link, and the store node gives back what was begun.
+
+    ``parent`` is the block that items with ``Link.PARENT`` follow.
+    """
+
+    def __init__(self, link: HostLink, parent: bytes | None = None) -> None:
+        self._link = link
+        self._parent = parent
+        self._last = b""  # the last block asked for: what the next frame's first one may follow
+        self._asked: deque[tuple[Kind, Batch]] = deque()
+
+    def run(self, items: Sequence[Item]) -> None:
+        """Every item's ``put`` is set when this returns; what is STORED can be found by others."""
+        try:
+            self._run(items)
+        except BaseException:
+            self._link.close()
+            raise
+
+    def _run(self, items: Sequence[Item]) -> None:
+        todo = batches(items)
+        for _ in range(AHEAD):
+            self._reserve(todo)
+        while self._asked:
+            kind, batch = self._asked.popleft()
+            head, frame = self._link.receive()
+            if head.kind is not kind:
+                raise TransferFailed(f"the store node answered {head.kind.name} where {kind.name} was asked")
+            if kind is Kind.RESERVE:
+                granted = frames.decode_granted(frame, head.items)
+                self._reserve(todo)
+                self._fill(batch, granted)
+            else:
+                self._sealed(batch, frames.decode_bits(frame, head.items))
+
+    def _reserve(self, todo: Iterator[Batch]) -> None:
+        batch = next(todo, None)
+        if batch is None:
+            return
+        wanted = [one for item in batch.items for one in item.wanted]
+        parent = self._parent
+        if wanted[0].link is Link.BEFORE:
+            wanted[0], parent = wanted[0]._replace(link=Link.PARENT), self._last
+        self._last = wanted[-1].key
+        self._link.send(frames.encode_reserve(self._link.number(), parent, wanted))
+        self._asked.append((Kind.RESERVE, batch))
+
+    def _fill(self, batch: Batch, granted: Sequence[Granted]) -> None:
+        if len(granted) != sum(len(item.wanted) for item in batch.items):
+            raise TransferFailed("the store node answered for other blocks than were asked for")
+        at = 0
+        for item in batch.items:
+            mine = granted[at : at + len(item.wanted)]
+            at += len(mine)
+            item.put = OF_STATE[STATES[mine[-1].state]]
+            if item.put is Put.STORED:
+                for one, fill in zip(mine, item.fills, strict=True):
+                    fill.write(self._link.memory(one.region, one.offset, fill.slot_bytes), one.offset)
+                    batch.ids.append(one.id)
+        if batch.ids:
+            self._link.send(frames.encode_ids(Kind.SEAL, self._link.number(), batch.ids))
+            self._asked.append((Kind.SEAL, batch))
+
+    def _sealed(self, batch: Batch, found: bytes) -> None:
+        if len(found) != len(batch.ids):
+            raise TransferFailed("the store node sealed other blocks than were filled")
+        at = 0
+        for item in batch.items:
+            if item.put is Put.STORED:
+                at += len(item.wanted)
+                item.put = Put.STORED if found[at - 1] else Put.LOST
