@@ -77,6 +77,18 @@ def evict(
     _print(measure(trace=trace, **_chosen({"policies": policy and (policy,), "requests": requests})), as_json)
 
 
+@bench.command("codecs")
+def codecs(
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="File to be read; default: this program's own sources.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What the codecs of `moonpool store compress` cost on a real model's KV: size, error, speed, likelihood."""
+    from moonpool.bench.codecs import codecs as measure
+
+    _print(measure(**_chosen({"model": model, "text": text})), as_json)
+
+
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:
     """Options left out keep the measurement's own defaults."""
     return {name: value for name, value in given.items() if value is not None}

@@ -44,10 +44,10 @@ def _table() -> Floats:
 def _quantise(values: Floats) -> NDArray[np.uint8]:
     """To nearest, ties to even. Rounding the bits may carry into the exponent, which is right."""
     bits = values.view(np.uint32)
-    sign = (bits >> 24).astype(np.uint8) & 0x80
+    sign = (bits >> 24).astype(np.uint8) & np.uint8(0x80)
     size = np.minimum(np.abs(values), np.float32(LARGEST))
     raw = size.view(np.uint32)
     codes = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)  # float32 has bias 127, and 20 bits more
     small = np.rint(size * np.float32(STEP)).astype(np.uint32)
-    found: NDArray[np.uint8] = np.where(size < SMALLEST_NORMAL, small, codes).astype(np.uint8)
-    return found | sign
+    sign |= np.where(size < SMALLEST_NORMAL, small, codes).astype(np.uint8)
+    return sign
