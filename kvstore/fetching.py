@@ -44,7 +44,7 @@ class PushOrder:
     """Push slot ``source`` of our own regions into each landing slot of ``blocks``, then say ``Drained`` to the target."""
 
     landing: Landing
-    target: Endpoint
+    targets: tuple[Endpoint, ...]  # of all carriers it has, best first
     target_address: str
     blocks: tuple[tuple[SlotRef, LandingSlot], ...]
 
@@ -173,7 +173,7 @@ class Fetcher:
             log.info("fetch_without_room", error=e.message)
             return Moved(0, "")
         try:
-            moved = await self._ask_for_push(landing, address, deadline_s, replica)
+            moved = await self._ask_for_push(landing, Life(store.id, store.incarnation), address, deadline_s, replica)
         except MoonpoolError as e:
             self.failed += 1
             log.warning("fetch_failed", source=store.id, error=e.message)
@@ -183,11 +183,12 @@ class Fetcher:
         self.bytes_in += moved.bytes
         return moved
 
-    async def _ask_for_push(self, landing: Landing, address: str, deadline_s: float, replica: bool) -> Moved:
+    async def _ask_for_push(self, landing: Landing, writer: Life, address: str, deadline_s: float, replica: bool) -> Moved:
         node = self._node
         request = pb.store.PushToRequest(target_address=node.member.address, replica=replica)
         to_wire(landing, request.landing)
-        to_wire(await node.receiving.endpoint(), request.target)
+        for endpoint in await node.receiving.endpoints(writer):
+            to_wire(endpoint, request.targets.add())
         to_wire(node.layout, request.layout)
         try:
             reply = await self.stub(address).PushTo(request, timeout=deadline_s)
@@ -198,16 +199,16 @@ class Fetcher:
     # The node that has them.
 
     async def push_to(
-        self, landing: Landing, target: Endpoint, target_address: str, deadline_s: float, *, replica: bool = False
+        self, landing: Landing, targets: Sequence[Endpoint], target_address: str, deadline_s: float, *, replica: bool = False
     ) -> Moved:
         """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
-        pushing = self._node.spawn(self._push_to(landing, target, target_address, deadline_s))
+        pushing = self._node.spawn(self._push_to(landing, targets, target_address, deadline_s))
         moved: Moved = await asyncio.shield(pushing)
         if not replica:
             self._node.spreader.read([slot.slot.key for slot in landing.slots])
         return moved
 
-    async def _push_to(self, landing: Landing, target: Endpoint, target_address: str, deadline_s: float) -> Moved:
+    async def _push_to(self, landing: Landing, targets: Sequence[Endpoint], target_address: str, deadline_s: float) -> Moved:
         node = self._node
         keys = [slot.slot.key for slot in landing.slots]
         await node.bring(keys, deadline_s)
@@ -220,7 +221,9 @@ class Fetcher:
             if not sound or self._push is None:
                 await self._drain(landing, target_address)
                 return Moved(0, "")
-            order = PushOrder(landing, target, target_address, tuple(zip(ticket.slots[:sound], landing.slots, strict=False)))
+            order = PushOrder(
+                landing, tuple(targets), target_address, tuple(zip(ticket.slots[:sound], landing.slots, strict=False))
+            )
             moved = await self._push(order)
             self.bytes_out += moved.bytes
             return moved

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from moonpool.core.config import Config
-from moonpool.core.errors import Busy, ConfigError, Failure, InvalidRequest, TransferFailed
+from moonpool.core.errors import Busy, Failure, InvalidRequest, TransferFailed
 from moonpool.core.events import IndexSnapshot
 from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
@@ -33,26 +33,15 @@ from moonpool.kvstore.regions import OwnRegions, Progress
 from moonpool.kvstore.replication.leaving import Leaving, MovedOut
 from moonpool.kvstore.replication.spreading import Spreader
 from moonpool.kvstore.slots import SlotMap
-from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver
+from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices
+from moonpool.kvstore.transfer.choose import MakeReceivers, make_receivers
 from moonpool.kvstore.verify import Verifier
 from moonpool.kvstore.watch import Watchers
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 
 POISON = 0xFF  # as bfloat16 or float32: NaN
-MakeReceiver = Callable[[Config, Member, OnNotices], Receiver | None]
 log = structlog.get_logger(__name__)
-
-
-def make_receiver(config: Config, member: Member, on_notices: OnNotices) -> Receiver | None:
-    """The carrier for writers of other nodes; None where only mapped segments are wanted."""
-    if config.transfer.carrier == "segment":
-        return None
-    if config.transfer.carrier == "memory":
-        raise ConfigError("transfer.carrier: 'memory' moves bytes inside one process only; use auto", param="transfer.carrier")
-    from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
-
-    return UcxReceiver(member, config.transfer, on_notices)
 
 
 class StoreNode:
@@ -102,7 +91,7 @@ class StoreNode:
         *,
         on_gone: OnGone | None = None,
         progress: Progress | None = None,
-        receiver: MakeReceiver = make_receiver,
+        receivers: MakeReceivers = make_receivers,
         push: Push | None = None,
     ) -> StoreNode:
         """Allocates and touches the pool (in a thread, with ``progress``), then listens for its host's workers.
@@ -114,22 +103,26 @@ class StoreNode:
         regions = await asyncio.to_thread(OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress)
         node = cls(config, member, layout, peers, regions, on_gone, push)
         try:
-            await node._start(receiver)
+            await node._start(receivers)
         except BaseException:
             await node.close()
             raise
         return node
 
-    async def _start(self, receiver: MakeReceiver) -> None:
+    async def _start(self, receivers: MakeReceivers) -> None:
         loop = asyncio.get_running_loop()
 
-        def on_notices(frames: Sequence[bytes]) -> None:
-            loop.call_soon_threadsafe(self._notices, list(frames))
+        def notices_of(carrier: str) -> OnNotices:
+            def on_notices(frames: Sequence[bytes]) -> None:
+                loop.call_soon_threadsafe(self._notices, list(frames), carrier)
+
+            return on_notices
 
         self.receiving.files = tuple(self.regions.files)
-        made = self.receiving.receiver = await asyncio.to_thread(receiver, self.config, self.member, on_notices)
-        if made is not None:
-            await asyncio.to_thread(made.register, self.regions.files, self.regions.views)
+        made = await asyncio.to_thread(receivers, self.config.transfer, self.member, notices_of)
+        self.receiving.receivers = tuple(made)
+        for receiver in made:
+            await asyncio.to_thread(receiver.register, self.regions.files, self.regions.views)
         self.lives.start()
         self.spawn(self.sessions.watch())
 
@@ -180,7 +173,7 @@ class StoreNode:
         try:
             landing = self.pool.landings.grant(ask, self.clock())
         except Busy:
-            if not await self.receiving.remake_for_room():
+            if not await self.receiving.free_for_room():
                 raise
             self.changed()
             self.lives.require_live(ask.writer)  # meanwhile either may have gone, and nobody would end the landing
@@ -203,13 +196,13 @@ class StoreNode:
         if self.pool.landings.end(landing, self.clock()):
             self.changed()
 
-    def _notices(self, frames: list[bytes]) -> None:
+    def _notices(self, frames: list[bytes], carrier: str) -> None:
         for frame in frames:
-            self.spawn(self._notice(frame))
+            self.spawn(self._notice(frame, carrier))
 
-    async def _notice(self, frame: bytes) -> None:
+    async def _notice(self, frame: bytes, carrier: str) -> None:
         try:
-            await self.verifier.take(frame, "" if self.receiving.receiver is None else self.receiving.receiver.carrier)
+            await self.verifier.take(frame, carrier)
         except InvalidRequest as e:
             log.warning("notice_refused", error=e.message)
 
@@ -217,7 +210,7 @@ class StoreNode:
         self.sessions.tell(reader, pb.store.StoreMessage(landed=to_wire(landed, pb.types.Landed())))
 
     async def _push(self, order: PushOrder) -> Moved:
-        drained = await self.pusher.push_blocks(order.landing, order.target, order.target_address, order.blocks)
+        drained = await self.pusher.push_blocks(order.landing, order.targets, order.target_address, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     async def remake(self) -> Endpoint:
@@ -254,20 +247,15 @@ class StoreNode:
             "slices_pending": self.verifier.pending,
             "bytes_landed": self.verifier.bytes_landed.total(),
             "bytes_sent": self.pusher.bytes_sent(),
-            "endpoint_remakes": self.receiving.remakes,
-            "endpoint_generation": self.receiving.generation,
-            "receiver_open": self.receiving.opened,
             "pool_bytes": self.slots.total * self.layout.slot_bytes,
         }
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
-        return self.pool.numbers() | own | landed | self.fetcher.numbers() | self.spreader.numbers() | self.leaving.numbers()
+        parts = (self.pool, self.receiving, self.fetcher, self.spreader, self.leaving)
+        return own | landed | {name: value for part in parts for name, value in part.numbers().items()}
 
     def words(self) -> dict[str, str]:
-        receiver = self.receiving.receiver
         out = {"layout": self.layout.fingerprint, "agent_socket": str(self.lives.agent.path)}
-        out["carrier"] = "segment" if receiver is None else receiver.carrier
-        if receiver is not None:
-            out["ucx_transport"] = receiver.transport_used()
+        out |= self.receiving.words()
         if sent := self.pusher.carriers():
             out["carriers_sent"] = sent
         return out

@@ -109,7 +109,7 @@ class PushLanding:
         """Under the lock, so that a connection that is mended meanwhile finds the push in the list."""
         frame = frame_of(self.landing, chunk, layer, sources)
         pieces = pieces_of(self._layout, layer, sources)
-        future = self._target.sender.push(self._endpoint, pieces, frame)
+        future = self._target.sender_for(self._endpoint).push(self._endpoint, pieces, frame)
         push = _Push(chunk, layer, sources, self._endpoint, int(pieces[:, LENGTH].sum()) + len(frame), future)
         self._pushes.append(push)
         future.add_done_callback(lambda future: self._ended(push))
@@ -152,12 +152,13 @@ class PushLanding:
             if self._mends > MENDS:
                 raise TransferFailed(f"the connection to {self._target.name} broke {self._mends} times", peer=self._target.name)
             endpoint = await self._target.endpoint_after(lost)
+            await self._pushes_ended(lost)
+            state = await self._target.state(self.landing.id, 0.0)
+            if not state.known:  # its slots may be another's by now: nothing of it goes to the new endpoint
+                raise TransferFailed(f"landing {self.landing.id} is over at {self._target.name}", peer=self._target.name)
             with self._lock:
                 self._endpoint = endpoint
             await self._pushes_ended(lost)
-            state = await self._target.state(self.landing.id, 0.0)
-            if not state.known:
-                raise TransferFailed(f"landing {self.landing.id} is over at {self._target.name}", peer=self._target.name)
             self._push_again(self._outstanding() & state.missing, older_than=endpoint)
             log.info("push_mended", landing=self.landing.id, generation=endpoint.generation)
         except MoonpoolError as e:
@@ -241,7 +242,7 @@ class PushLanding:
                 self._account(push)
         await self._say_drained()
         self._target.landings -= 1
-        return Drained(self.landing.id, self._sent, self._target.sender.carrier)
+        return Drained(self.landing.id, self._sent, self._endpoint.carrier)
 
     async def _all_ended(self) -> None:
         await self._pushes_ended()

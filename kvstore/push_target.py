@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from moonpool.wire.status import error_of
 
 CALL_S = 5.0  # a control call that takes longer means a frozen node
 NOTIFY_S = 10.0  # answered when the slices are verified
-NEXT_LIFE_S = 1.0  # how long a broken connection may be the sign of an endpoint that is being made anew
+NEXT_LIFE_S = 0.5  # how long a broken connection may be the sign of an endpoint that is being made anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,19 @@ class LandingState:
 class PushTarget:
     """One life of one store node. Event-loop only. Every call raises MoonpoolError: PeerSilent where nobody answers."""
 
-    def __init__(self, name: str, address: str, writer: Member, layout: KVLayout, sender: Sender) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        writer: Member,
+        layout: KVLayout,
+        carriers: Sequence[str],
+        sender_for: Callable[[str], Sender],
+    ) -> None:
+        """``carriers``, best first, are those that reach it; ``sender_for`` gives the sending end of each."""
         self.name = name  # the store node's member id, to exclude when it fails
-        self.sender = sender
+        self.carriers = tuple(carriers)
+        self._sender_for = sender_for
         self.endpoint: Endpoint | None = None
         self.landings = 0  # that are not yet drained: it is kept for them
         self._writer = writer
@@ -55,8 +65,11 @@ class PushTarget:
     async def retire(self) -> None:
         """Nobody pushes to it any more."""
         if self.endpoint is not None:
-            self.sender.forget(self.endpoint)
+            self.sender_for(self.endpoint).forget(self.endpoint)
         await self.close()
+
+    def sender_for(self, endpoint: Endpoint) -> Sender:
+        return self._sender_for(endpoint.carrier)
 
     async def _call(self, call: Any, request: Any, timeout: float = CALL_S) -> Any:
         try:
@@ -107,16 +120,17 @@ class PushTarget:
         """The next life of an endpoint whose connection broke; the same one, connected anew, where it has no next life."""
         async with self._renewing:
             deadline = time.monotonic() + NEXT_LIFE_S
-            while self.endpoint is not None and self.endpoint.generation <= lost.generation:
+            while self.endpoint is not None and self.endpoint.agent_name == lost.agent_name:
                 endpoint = await self._renew(lost.incarnation)
-                if endpoint.generation > lost.generation or time.monotonic() > deadline:
+                if endpoint.agent_name != lost.agent_name or time.monotonic() > deadline:
                     break
                 await asyncio.sleep(NEXT_LIFE_S / 20)
             assert self.endpoint is not None
             return self.endpoint
 
     async def _renew(self, incarnation: Incarnation) -> Endpoint:
-        request = pb.store.EndpointRequest()
+        me = self._writer
+        request = pb.store.EndpointRequest(carriers=self.carriers, writer=me.id, writer_incarnation=me.incarnation)
         to_wire(self._layout, request.layout)
         reply = await self._call(self._stub.Endpoint, request)
         if reply.HasField("error"):
@@ -128,9 +142,10 @@ class PushTarget:
         if endpoint.incarnation != incarnation:
             raise PeerSilent(f"{self.name} was restarted: what it granted before is gone", peer=self.name)
         if self.endpoint is not None and self.endpoint.agent_name != endpoint.agent_name:
-            self.sender.forget(self.endpoint)
+            self.sender_for(self.endpoint).forget(self.endpoint)
+        sender = self.sender_for(endpoint)
         self.endpoint = endpoint
-        self.sender.connect(endpoint)
+        sender.connect(endpoint)
         return endpoint
 
     def _error(self, error: pb.types.Error) -> MoonpoolError:

@@ -21,7 +21,7 @@ from moonpool.core.request import Attempt
 from moonpool.kvstore.push_landing import PushLanding
 from moonpool.kvstore.push_target import PushTarget
 from moonpool.kvstore.transfer.carrier import Endpoint, Sender
-from moonpool.kvstore.transfer.choose import MakeSender, carrier_for, make_sender, require_transport
+from moonpool.kvstore.transfer.choose import MakeSender, carriers_for, make_sender, pick, rdma_usable, reaching
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 
@@ -53,12 +53,12 @@ class Pusher:
         memories = [source] if isinstance(source, np.ndarray) else source
         self._memories = tuple(_flat(memory) for memory in memories)
         self._senders: dict[str, Sender] = {}
-        self._targets: dict[tuple[str, str, Incarnation], PushTarget] = {}  # by carrier, address and life; oldest use first
+        self._targets: dict[tuple[str, Incarnation], PushTarget] = {}  # by address and life; oldest use first
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def prepare(self) -> None:
         """Make the sending end for other nodes ahead of the first grant (the first UCX agent takes half a second)."""
-        if self._config.carrier in ("auto", "ucx"):
+        if self._config.carrier == "ucx" or (self._config.carrier == "auto" and rdma_usable(self._config)):
             self._loop = asyncio.get_running_loop()
             self._sender("ucx")
 
@@ -80,8 +80,8 @@ class Pusher:
         hears of what lands. Busy: not now; LayoutMismatch; PeerSilent: the store node does not answer; ConfigError: no
         carrier reaches it.
         """
-        carrier = carrier_for(self._config, self._member.node, store.node)
-        target = await self._target(carrier, store.id, store.address, store.incarnation)
+        carriers = carriers_for(self._config, self._member.node, store.node)
+        target = await self._target(carriers, store.id, store.address, store.incarnation)
         request = pb.store.GrantRequest(
             request=attempt.request.id,
             attempt=attempt.number,
@@ -96,15 +96,22 @@ class Pusher:
         return await self._open(target, await target.grant(request))
 
     async def push_blocks(
-        self, landing: Landing, endpoint: Endpoint, address: str, blocks: Sequence[tuple[SlotRef, LandingSlot]]
+        self, landing: Landing, offered: Sequence[Endpoint], address: str, blocks: Sequence[tuple[SlotRef, LandingSlot]]
     ) -> Drained:
         """Push sealed slots of our regions into slots of ``landing`` at the node of ``address``; returns when drained.
 
-        The caller pins the sources meanwhile. TransferFailed, PeerSilent: after draining what could be.
+        The caller pins the sources meanwhile. TransferFailed, PeerSilent: after draining what could be. ConfigError: no
+        carrier that is ``offered`` can be used here.
         """
-        carrier = carrier_for(self._config, self._member.node, landing.node)
-        target = await self._target(carrier, landing.node, address, landing.incarnation)
-        if target.endpoint is None or target.endpoint.generation < endpoint.generation:
+        carriers = carriers_for(self._config, self._member.node, landing.node)
+        target = await self._target(carriers, landing.node, address, landing.incarnation)
+        try:
+            endpoint = pick(target.carriers, offered)
+        except MoonpoolError:
+            await target.drain(landing.id)
+            raise
+        known = target.endpoint
+        if known is None or (known.generation <= endpoint.generation and known.agent_name != endpoint.agent_name):
             target.adopt(endpoint, landing.incarnation)
         work = await self._open(target, landing)
         pairs = [(to.block, source) for source, to in blocks]
@@ -125,12 +132,16 @@ class Pusher:
             raise
         return PushLanding(landing, self._layout, self._memories, target, endpoint)
 
-    async def _target(self, carrier: str, name: str, address: str, incarnation: Incarnation) -> PushTarget:
+    async def _target(self, carriers: Sequence[str], name: str, address: str, incarnation: Incarnation) -> PushTarget:
         self._loop = asyncio.get_running_loop()
-        if carrier == "ucx":
-            await asyncio.to_thread(require_transport, self._config, address)
-        key = (carrier, address, incarnation)
-        target = self._targets.pop(key, None) or PushTarget(name, address, self._member, self._layout, self._sender(carrier))
+        if "ucx" in carriers:
+            carriers = await asyncio.to_thread(reaching, self._config, carriers, address)
+        key = (address, incarnation)
+        target = self._targets.pop(key, None)
+        if target is None:
+            if len(carriers) == 1:
+                self._sender(carriers[0])  # what cannot work here is refused before anything is granted
+            target = PushTarget(name, address, self._member, self._layout, carriers, self._sender)
         self._targets[key] = target
         await self._retire_targets(address, incarnation)
         return target
@@ -138,7 +149,7 @@ class Pusher:
     async def _retire_targets(self, address: str, incarnation: Incarnation) -> None:
         """Former lives of the node at ``address``, and those used longest ago where there are too many."""
         for key, target in list(self._targets.items()):
-            former = key[1] == address and key[2] != incarnation
+            former = key[0] == address and key[1] != incarnation
             if target.landings == 0 and (former or len(self._targets) > KEPT_TARGETS):
                 del self._targets[key]
                 await target.retire()

@@ -26,6 +26,7 @@ from moonpool.wire.frames import MAX_NOTICE_BYTES
 from moonpool.wire.status import abort, to_error
 
 MAX_FRAMES = 4096
+MAX_CARRIERS = 16
 MAX_NAME = 256
 MAX_WAIT_MS = 60_000
 HELLO_S = 5.0
@@ -231,11 +232,13 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
     async def PushTo(self, request: pb.store.PushToRequest, context: Any) -> pb.store.PushToReply:
         try:
             self._node.layout.require_same(from_wire(request.layout, KVLayout), request.target_address)
-            landing, target = from_wire(request.landing, Landing), from_wire(request.target, Endpoint)
-            require_target(landing, target)
+            landing = from_wire(request.landing, Landing)
+            targets = [from_wire(one, Endpoint) for one in request.targets[:MAX_CARRIERS]]
+            for one in targets:
+                require_target(landing, one)
             checked_keys([slot.slot.key for slot in landing.slots])
             left_s = context.time_remaining() or DRAIN_S
-            moved = await self._node.fetcher.push_to(landing, target, request.target_address, left_s, replica=request.replica)
+            moved = await self._node.fetcher.push_to(landing, targets, request.target_address, left_s, replica=request.replica)
         except MoonpoolError as e:
             await abort(context, e)
         return pb.store.PushToReply(bytes=moved.bytes, carrier=moved.carrier)
@@ -243,9 +246,11 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
     async def Endpoint(self, request: pb.store.EndpointRequest, context: Any) -> pb.store.EndpointReply:
         try:
             self._node.layout.require_same(from_wire(request.layout, KVLayout), "the writer")
+            writer = Life(MemberId(request.writer), Incarnation(request.writer_incarnation)) if request.writer else None
+            endpoint = await self._node.receiving.endpoint(request.carriers[:MAX_CARRIERS], writer)
         except MoonpoolError as e:
             return pb.store.EndpointReply(error=to_error(e))
-        return to_wire(await self._node.receiving.endpoint(), pb.store.EndpointReply())
+        return to_wire(endpoint, pb.store.EndpointReply())
 
     async def RemakeEndpoint(self, request: pb.types.Empty, context: Any) -> pb.store.EndpointReply:
         return to_wire(await self._node.remake(), pb.store.EndpointReply())

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import Region
+from moonpool.kvstore.claims import Life
 
 UNKNOWN = "unknown"  # a transport that could not be read from the carrier's library
 
@@ -72,8 +73,8 @@ class Receiver(Protocol):
     def register(self, regions: Sequence[Region], views: Sequence[NDArray[np.uint8]]) -> None:
         """Offer ``views[i]``, the mapped bytes of ``regions[i]``, for writing. Once, before the first ``describe``."""
 
-    def describe(self) -> Endpoint:
-        """The current life."""
+    def describe(self, writer: Life | None = None) -> Endpoint:
+        """The current life; for ``writer`` where it is known, so that it may come back after it was cut off."""
 
     def open(self) -> None: ...
 
@@ -85,6 +86,15 @@ class Receiver(Protocol):
         Notices that had arrived are handed over first. Every sender gets ``TransferFailed`` and asks again for the
         endpoint. Takes about 0.2 s.
         """
+
+    async def cut(self, writer: Life) -> bool:
+        """The same for one writer alone: when True is returned, nothing that it posted before can land.
+
+        It comes back with an endpoint described for it from then on. False: this carrier cannot, ``remake`` is the way.
+        """
+
+    def numbers(self) -> dict[str, float]:
+        """Gauges and counters of this end, for operators."""
 
     def transport_used(self) -> str:
         """What the library itself says carries the bytes (``tcp``), or ``unknown``; never what was asked for."""

@@ -21,6 +21,7 @@ from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Bug, MoonpoolError, PeerSilent, TransferFailed
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
+from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, REGION, TARGET, Endpoint, OnNotices, Pieces
 from moonpool.kvstore.transfer.pieces import Extents, memory_extents, region_sizes, require_inside
 from moonpool.kvstore.transfer.throttle import TokenBucket
@@ -108,7 +109,7 @@ class MemoryReceiver:
         self._generation += 1
         self._network.enter(self.describe().agent_name, self)
 
-    def describe(self) -> Endpoint:
+    def describe(self, writer: Life | None = None) -> Endpoint:
         name = f"{self._member.id}.{self._member.incarnation}.{self._generation}"
         bases = tuple(int(view.ctypes.data) for view in self._views.values())
         return Endpoint(
@@ -132,6 +133,12 @@ class MemoryReceiver:
             self._begin()
             self._changed.notify_all()
             return self.describe()
+
+    async def cut(self, writer: Life) -> bool:
+        return False
+
+    def numbers(self) -> dict[str, float]:
+        return {}
 
     def transport_used(self) -> str:
         return "memory"

@@ -23,6 +23,7 @@ from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Bug, TransferFailed
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
+from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer import ucx
 from moonpool.kvstore.transfer.carrier import UNKNOWN, Endpoint, OnNotices
 
@@ -61,7 +62,7 @@ class UcxReceiver:
         self._regions, self._views = tuple(regions), tuple(views)
         self._call(self._begin).result()
 
-    def describe(self) -> Endpoint:
+    def describe(self, writer: Life | None = None) -> Endpoint:
         if self._endpoint is None:
             raise Bug("describe: no regions are registered")
         return self._endpoint
@@ -79,6 +80,13 @@ class UcxReceiver:
 
     async def remake(self) -> Endpoint:
         return await asyncio.wrap_future(self._call(self._remake))
+
+    async def cut(self, writer: Life) -> bool:
+        """UCX applies the writes of all peers together: only destroying the agent stops one."""
+        return False
+
+    def numbers(self) -> dict[str, float]:
+        return {}
 
     def transport_used(self) -> str:
         return self._transport

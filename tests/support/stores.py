@@ -91,10 +91,10 @@ async def _open(made: Stores, stack: AsyncExitStack, settings: Any, name: str) -
             node = made.nodes[name]
             senders = lambda _, __, given, ___: made.network.sender(given)  # noqa: E731
             pushers.append(Pusher(node.member, LAYOUT, node.regions.views, settings.transfer, senders=senders))
-        drained = await pushers[0].push_blocks(order.landing, order.target, order.target_address, order.blocks)
+        drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
-    parts = {"receiver": lambda _, who, on_notices: made.network.receiver(who, on_notices), "push": push}
+    parts = {"receivers": lambda _, who, heard: [made.network.receiver(who, heard("memory"))], "push": push}
     made.nodes[name] = await stack.enter_async_context(store_node(settings, made.roll, name, **parts))
     stack.push_async_callback(close)
     made.workers[name], made.heard[name] = await stack.enter_async_context(worker(made.nodes[name], f"decode-{name}"))

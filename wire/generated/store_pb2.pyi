@@ -597,31 +597,33 @@ class PushToRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LANDING_FIELD_NUMBER: builtins.int
-    TARGET_FIELD_NUMBER: builtins.int
     LAYOUT_FIELD_NUMBER: builtins.int
     TARGET_ADDRESS_FIELD_NUMBER: builtins.int
     REPLICA_FIELD_NUMBER: builtins.int
+    TARGETS_FIELD_NUMBER: builtins.int
     target_address: builtins.str
     replica: builtins.bool
     """nobody reads it: it counts for no heat"""
     @builtins.property
     def landing(self) -> types_pb2.Landing: ...
     @builtins.property
-    def target(self) -> EndpointReply: ...
-    @builtins.property
     def layout(self) -> types_pb2.KVLayout: ...
+    @builtins.property
+    def targets(self) -> containers.RepeatedCompositeFieldContainer[EndpointReply]:
+        """of all carriers that the target has"""
+
     def __init__(
         self,
         *,
         landing: types_pb2.Landing | None = ...,
-        target: EndpointReply | None = ...,
         layout: types_pb2.KVLayout | None = ...,
         target_address: builtins.str = ...,
         replica: builtins.bool = ...,
+        targets: abc.Iterable[EndpointReply] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "replica", b"replica", "target", b"target", "target_address", b"target_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "replica", b"replica", "target_address", b"target_address", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,18 +793,31 @@ class EndpointRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LAYOUT_FIELD_NUMBER: builtins.int
+    CARRIERS_FIELD_NUMBER: builtins.int
+    WRITER_FIELD_NUMBER: builtins.int
+    WRITER_INCARNATION_FIELD_NUMBER: builtins.int
+    writer: builtins.str
+    """member id and life of who will push"""
+    writer_incarnation: builtins.int
     @builtins.property
     def layout(self) -> types_pb2.KVLayout:
         """refused on mismatch"""
+
+    @builtins.property
+    def carriers(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """those the writer can use, best first: the answer is the first that the node has; none: any"""
 
     def __init__(
         self,
         *,
         layout: types_pb2.KVLayout | None = ...,
+        carriers: abc.Iterable[builtins.str] | None = ...,
+        writer: builtins.str = ...,
+        writer_incarnation: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["carriers", b"carriers", "layout", b"layout", "writer", b"writer", "writer_incarnation", b"writer_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

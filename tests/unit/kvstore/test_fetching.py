@@ -78,10 +78,10 @@ async def scene(folder: Path, faults: Faults | None = None, *, slots: int = 16) 
                 senders=lambda _, __, given, ___: network.sender(given),
             )
         pusher = pushers[node.member.node]
-        drained = await pusher.push_blocks(order.landing, order.target, order.target_address, order.blocks)
+        drained = await pusher.push_blocks(order.landing, order.targets, order.target_address, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
-    parts = {"receiver": lambda _, who, on_notices: network.receiver(who, on_notices), "push": push}
+    parts = {"receivers": lambda _, who, heard: [network.receiver(who, heard("memory"))], "push": push}
     async with store_node(settings, roll, "a", **parts) as here, store_node(settings, roll, "b", **parts) as there:
         async with worker(here) as (reader, _), worker(there, "decode-1") as (author, _):
             made.append(Scene(here, there, reader, author, roll))

@@ -93,7 +93,7 @@ async def scene(
     me = member("prefill-0", Role.PREFILL, "a" if carrier == "segment" else "b")
     roll.say(me)
     pages = np.random.default_rng(3).integers(0, 255, (PAGES, LAYOUT.layers, LAYOUT.slice_bytes), dtype=np.uint8)
-    parts = {} if carrier == "segment" else {"receiver": lambda _, who, on_notices: network.receiver(who, on_notices)}
+    parts = {} if carrier == "segment" else {"receivers": lambda _, who, heard: [network.receiver(who, heard("memory"))]}
     async with store_node(settings, roll, **parts) as node, worker(node) as (client, heard):
         if carrier == "segment":
             pusher = Pusher(me, LAYOUT, pages, settings.transfer)

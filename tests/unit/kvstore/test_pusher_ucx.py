@@ -53,7 +53,7 @@ def push(landing: PushLanding, layers: range = range(LAYOUT.layers)) -> None:
 
 async def test_prompts_with_tails_land_over_ucx_and_what_really_carried_them_is_named(tmp_path: Path) -> None:
     roll = Roll()
-    settings = config(tmp_path, transfer={"carrier": "auto"})
+    settings = config(tmp_path, transfer={"carrier": "ucx"})
     async with store_node(settings, roll) as node, worker(node) as (client, heard), pusher_of(roll, node) as pusher:
         landings = [await grant(pusher, node, f"r{i}", block_keys(f"k{i}", 2), TAIL) for i in range(3)]
         for landing in landings:
@@ -78,7 +78,7 @@ async def test_prompts_with_tails_land_over_ucx_and_what_really_carried_them_is_
 
 async def test_an_endpoint_made_anew_under_load_loses_nothing(tmp_path: Path) -> None:
     roll = Roll()
-    settings = config(tmp_path, slots=64, transfer={"carrier": "auto"})
+    settings = config(tmp_path, slots=64, transfer={"carrier": "ucx"})
     async with store_node(settings, roll) as node, worker(node) as (client, _), pusher_of(roll, node) as pusher:
         landings = [await grant(pusher, node, f"r{i}", block_keys(f"k{i}", 7), TAIL) for i in range(4)]
         for i, landing in enumerate(landings):
@@ -97,7 +97,7 @@ async def test_an_endpoint_made_anew_under_load_loses_nothing(tmp_path: Path) ->
 
 async def test_blocks_are_fetched_from_another_node_over_ucx(tmp_path: Path) -> None:
     roll = Roll()
-    settings = config(tmp_path, transfer={"carrier": "auto"})
+    settings = config(tmp_path, transfer={"carrier": "ucx"})
     async with store_node(settings, roll, "a") as here, store_node(settings, roll, "b") as there:
         async with worker(here) as (client, _), worker(there, "decode-1") as (other, _):
             keys = block_keys("k", 3)
