@@ -23,7 +23,10 @@ class DevicePages(Protocol):
 
 
 class Admin(pb.admin_rpc.AdminServicer):
-    """``service`` is None while the process loads. ``report`` tells the conductors how things stand now."""
+    """``service`` is None while the process loads. ``report`` tells the conductors how things stand now.
+
+    ``membership``: gauges of this process's side of the registry.
+    """
 
     def __init__(
         self,
@@ -31,14 +34,17 @@ class Admin(pb.admin_rpc.AdminServicer):
         service: Callable[[], Service | None],
         report: Callable[[], Awaitable[None]],
         stop: Callable[[], None],
+        membership: Callable[[], dict[str, float]],
     ) -> None:
         self._member, self._service, self._report, self._stop = member, service, report, stop
+        self._membership = membership
 
     async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
         service = self._service()
         stats = pb.admin.AdminStats()
         to_wire(self._member(), stats.member)
         stats.numbers.update(process_numbers())
+        stats.numbers.update(self._membership())
         if service is not None:
             stats.numbers.update(service.numbers())
             stats.words.update(service.words())

@@ -127,7 +127,13 @@ class Process:
     # one life
 
     def _open_face(self) -> Face:
-        admin = Admin(lambda: self._member, lambda: self._made.service if self._made else None, self._report, self.stop)
+        admin = Admin(
+            lambda: self._member,
+            lambda: self._made.service if self._made else None,
+            self._report,
+            self.stop,
+            lambda: self._peers.numbers() if self._peers else {},
+        )
         self._face = Face(self.spec.config.cluster.host, admin)
         self._member = replace(self._member, address=self._face.address)
         return self._face

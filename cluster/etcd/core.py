@@ -111,9 +111,11 @@ class Core:
             tasks.create_task(self._watch.follow(etcd, revision), name="etcd-follow")
             tasks.create_task(self._watch.reread(etcd), name="etcd-reread")
             tasks.create_task(self._watch.judge(etcd), name="etcd-judge")
-            tasks.create_task(self._registration.keep(etcd), name="etcd-keep")
+            keep = tasks.create_task(self._registration.keep(etcd), name="etcd-keep")
             tasks.create_task(self._report(etcd), name="etcd-report")
             await self._leaving.wait()
+            keep.cancel()
+            await asyncio.wait({keep})
             await self._say_goodbye(etcd)
             raise _Left
 

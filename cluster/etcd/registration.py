@@ -97,9 +97,9 @@ class Registration:
             self._wake.set()
 
     async def leave(self, etcd: Etcd) -> None:
-        """Says that this life left in order."""
+        """Says that this life left in order. After ``keep`` has ended."""
         member, self._member = self._member, None
-        if member is not None and self._joined:
+        if member is not None and self._lease is not None:
             await end_life(etcd, self._address, over(member, Liveness.GONE, "left"))
         if self._lease is not None:
             await etcd.revoke(self._lease)
@@ -113,7 +113,7 @@ class Registration:
         else:
             await etcd.renew(self._lease)
         self._renewed = sent
-        if self._written is None:
+        if self._written is None and self._member is not None:  # fenced meanwhile
             await self._register(etcd, self._member, self._lease)
 
     async def _register(self, etcd: Etcd, member: Member, lease: int) -> None:
