@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, REGION, TA
 from moonpool.kvstore.transfer.pieces import Extents, memory_extents, region_sizes, require_inside
 from moonpool.kvstore.transfer.throttle import TokenBucket
 
+STALE = 4  # pushes back: where layers are few, that is another landing
 LULL_S = 0.02  # a notice held back to be overtaken comes after this long without a successor
 log = structlog.get_logger(__name__)
 _NONE: frozenset[int] = frozenset()
@@ -39,6 +41,8 @@ class Faults:
     duplicate: frozenset[int] = _NONE  # the notice comes twice
     reorder: frozenset[int] = _NONE  # the notice is overtaken by the next one
     corrupt: frozenset[int] = _NONE  # one byte lands wrong
+    misplace: frozenset[int] = _NONE  # pieces of one size land in one another's place
+    stale: frozenset[int] = _NONE  # after it, the bytes of a push some time ago land once more
     cut: frozenset[int] = _NONE  # the connection breaks after half of the pieces
     park: frozenset[int] = _NONE  # nothing happens until ``MemoryNetwork.unpark``
     delay_s: float = 0.0  # before every push
@@ -188,6 +192,7 @@ class MemorySender:
         self._sent = 0
         self._lost: set[str] = set()
         self._held: list[tuple[MemoryReceiver, bytes]] = []  # notices to be overtaken
+        self._past: deque[list[tuple[int, int, NDArray[np.uint8]]]] = deque(maxlen=STALE)  # region, offset, bytes
         self._closed = threading.Event()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="memory-send", daemon=True)
@@ -266,7 +271,12 @@ class MemorySender:
                 raise PeerSilent(f"node {target.node} took no bytes for {self._stall_s:g} s", peer=target.node)
             receiver = self._network.find(target)
             whole = len(pieces) if number not in faults.cut else len(pieces) // 2
-            receiver.land(target, lambda views: self._write(views, pieces[:whole], number in faults.corrupt), self._stall_s)
+            written = _swapped(pieces) if number in faults.misplace else pieces[:whole]
+            receiver.land(target, lambda views: self._write(views, written, number in faults.corrupt), self._stall_s)
+            if number in faults.stale and self._past:
+                receiver.land(target, self._write_again, self._stall_s)
+            if faults.stale:
+                self._past.append([(int(p[REGION]), int(p[TARGET]), self._source(p).copy()) for p in pieces])
             if number in faults.cut:
                 raise TransferFailed(f"the connection to node {target.node} broke", peer=target.node)
         except (TransferFailed, PeerSilent):
@@ -278,10 +288,17 @@ class MemorySender:
     def _write(self, views: dict[int, NDArray[np.uint8]], pieces: Pieces, corrupt: bool) -> None:
         for piece in pieces:
             at, n = piece[TARGET], piece[LENGTH]
-            source = self._memories[piece[MEMORY]][piece[OFFSET] : piece[OFFSET] + n]
-            views[int(piece[REGION])][at : at + n] = source
+            views[int(piece[REGION])][at : at + n] = self._source(piece)
         if corrupt and len(pieces):
             views[int(pieces[0, REGION])][pieces[0, TARGET]] ^= 0x40
+
+    def _source(self, piece: NDArray[np.int64]) -> NDArray[np.uint8]:
+        memory = self._memories[int(piece[MEMORY])]
+        return memory[piece[OFFSET] : piece[OFFSET] + piece[LENGTH]]
+
+    def _write_again(self, views: dict[int, NDArray[np.uint8]]) -> None:
+        for region, at, data in self._past[0]:
+            views[region][at : at + len(data)] = data
 
     def _tell(self, receiver: MemoryReceiver, frame: bytes, number: int) -> None:
         faults = self._network.faults
@@ -291,3 +308,12 @@ class MemorySender:
         if number not in faults.drop:
             receiver.notify([frame, frame] if number in faults.duplicate else [frame])
         self._let_go()
+
+
+def _swapped(pieces: Pieces) -> Pieces:
+    """Every piece goes where the next one of its size belongs."""
+    out = pieces.copy()
+    for size in np.unique(pieces[:, LENGTH]):
+        same = np.flatnonzero(pieces[:, LENGTH] == size)
+        out[same, REGION : TARGET + 1] = pieces[np.roll(same, 1), REGION : TARGET + 1]
+    return out
