@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -87,6 +88,38 @@ def codecs(
     from moonpool.bench.codecs import codecs as measure
 
     _print(measure(**_chosen({"model": model, "text": text})), as_json)
+
+
+@bench.command("ssd")
+def ssd(
+    path: Annotated[str, typer.Option("--path", help="Folder on the disk to measure.")],
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Time of measuring, all turns together.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The SSD tier against fio: 1 MB blocks, direct I/O, taking turns."""
+    from moonpool.bench.ssd import SsdOptions
+    from moonpool.bench.ssd import ssd as measure
+
+    _print(measure(SsdOptions(**_chosen({"path": path, "seconds": seconds}))), as_json)
+
+
+@bench.command("crash")
+def crash(
+    kills: Annotated[int, typer.Option("--kills", min=1, help="Kills per operation.")] = 40,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Operation; all of them if left out.")] = None,
+    path: Annotated[Path | None, typer.Option("--path", help="Folder to work in; default: the temporary folder.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the instants.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Kill -9 at random instants of each operation: wrong bytes, missing blocks and lost space afterwards."""
+    from moonpool.bench.crash import crash as measure
+    from moonpool.bench.crash_ssd import ssd_operations
+
+    chosen = [operation for operation in ssd_operations() if only is None or operation.name in only]
+    figures = measure(chosen, kills=kills, path=path, seed=seed, say=lambda line: typer.echo(line, err=True))
+    _print(figures, as_json)
+    if figures["faults"]:
+        raise typer.Exit(1)
 
 
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -64,9 +64,16 @@ class Scratch:
     """One thread's page-aligned memory, used again for every call."""
 
     headers: Bytes = field(default_factory=lambda: aligned(LONGEST * HEADER_BYTES))
+    memory: Bytes = field(default_factory=lambda: aligned(HEADER_BYTES))
 
     def header(self, i: int) -> Bytes:
         return self.headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
+
+    def slots(self, n: int, size: int) -> list[Bytes]:
+        """``n`` [size] pieces; whole pages each."""
+        if self.memory.size < n * size:
+            self.memory = aligned(n * size)
+        return [self.memory[i * size : (i + 1) * size] for i in range(n)]
 
     def buffers(self, slots: Sequence[Bytes]) -> list[Bytes]:
         out: list[Bytes] = []
@@ -155,6 +162,45 @@ def read_run(place: Place, into: Sequence[Bytes], scratch: Scratch) -> tuple[lis
     if whole == len(into):
         return ends, Fault.NONE
     return ends + [(ReadEnd.GONE, None)] * (len(into) - whole), Fault.ERROR if place.file.intact() else Fault.VANISHED
+
+
+@dataclass
+class Moved:
+    """``targets[i]`` is where the i-th block lies now, (place, position); None where it could not be moved."""
+
+    ends: list[ReadEnd]
+    targets: list[tuple[Place, int] | None]
+    read_fault: Fault
+    write_faults: list[Fault]  # by target place
+
+
+def move_run(source: Place, targets: Sequence[Place], sequence: Callable[[], int], scratch: Scratch) -> Moved:
+    """Copy a run of extents, each checked, to ``targets``, which together have as many. Headers say their new places."""
+    layout = source.layout
+    slots = scratch.slots(source.count, layout.slot_bytes)
+    found, read_fault = read_run(source, slots, scratch)
+    moved = Moved([end for end, _ in found], [], read_fault, [])
+    at = 0
+    for place in targets:
+        mine = range(at, at + place.count)
+        at += place.count
+        where: list[tuple[Place, int] | None] = [None] * place.count
+        fault = Fault.NONE if place.file.intact() else Fault.VANISHED
+        for i in mine:
+            end, header = found[i]
+            if fault is not Fault.NONE or end is not ReadEnd.OK or header is None:
+                continue
+            position = place.first + i - mine.start
+            new = replace(header, segment=place.file.number, position=position, epoch=place.epoch, sequence=sequence())
+            scratch.header(i)[:] = np.frombuffer(encode_extent(new), dtype=np.uint8)
+            try:
+                place.file.write([scratch.header(i), slots[i]], offset_of(position, layout))
+                where[i - mine.start] = (place, position)
+            except OSError:
+                fault = Fault.ERROR
+        moved.targets += where
+        moved.write_faults.append(fault)
+    return moved
 
 
 def _one_by_one(

@@ -13,13 +13,12 @@ from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.copying import Fault, Place, Scratch
 from moonpool.kvstore.ssd.files import SegmentFile
 from moonpool.kvstore.ssd.flow import Flow, Kind, Op
-from moonpool.kvstore.ssd.format import HEADER_BYTES, SegmentHeader, encode_segment, extent_of, offset_of, split_extent
+from moonpool.kvstore.ssd.format import HEADER_BYTES, SegmentHeader, encode_segment, extent_of, split_extent
 from moonpool.kvstore.ssd.opening import SEEN_S, Opened, make_segment
 from moonpool.kvstore.ssd.space import Segment
 
 RETIRED_READ_ONLY = 3  # segments with failed writes: the disk, not a place on it
 FORWARDS = 1 << 16  # moved extents whose old number is still understood
-WIPES = 128  # headers written over in one operation
 
 
 class Segments:
@@ -45,10 +44,6 @@ class Segments:
         self._formatting = asyncio.Lock()
         self._forwards: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        for extent in opened.scanned.torn:  # else the next start would find them again
-            segment, position = self.space.segments[split_extent(extent)[0]], split_extent(extent)[1]
-            self._claim(segment, position)
-            self.spawn(self._wipe(segment, [position]))
 
     def spawn(self, work: Coroutine[object, object, None]) -> None:
         """Run it beside serving; ``stop`` waits for it. An exception of it is a bug and reaches the loop's handler."""
@@ -124,8 +119,8 @@ class Segments:
                     return
                 await self.format(segment, layout)
 
-    async def format(self, segment: Segment, layout: KVLayout) -> None:
-        """Give an idle segment, or one of an unknown layout, to ``layout``. Where that fails it is retired."""
+    async def format(self, segment: Segment, layout: KVLayout | None) -> None:
+        """Give an idle segment, or one of an unknown layout, to ``layout`` or to nobody. Where that fails it is retired."""
         segment.moving = True
         life = Segment(segment.number, segment.size, layout, self._sequence(), int(self._wall()))
         ok = await self._write_header(segment, SegmentHeader(life.number, life.size, life.epoch, life.seen, layout))
@@ -135,7 +130,10 @@ class Segments:
         elif ok:
             self._counted["segments_formatted"] += 1
             self._counted["extents_forgotten"] += segment.used
+            live = [extent_of(segment.number, at) for at in segment.live()] if not self.space.unknown(segment) else []
             self.space.put(life)
+            if live:  # its layout was registered while the header was being written
+                self._lost(live)
 
     async def _write_header(self, segment: Segment, header: SegmentHeader) -> bool:
         file = self._files.get(segment.number)
@@ -148,81 +146,24 @@ class Segments:
             self.fault(segment, fault, writing=True)
         return fault is Fault.NONE
 
-    # -- extents that go ---------------------------------------------------------------------------------------------
+    def file(self, segment: Segment) -> SegmentFile | None:
+        """None where it is lost."""
+        return self._files.get(segment.number) if self.present(segment) else None
 
     def free(self, extents: Iterable[int]) -> None:
         for extent in extents:
-            found = self._find(extent)
+            found = self.find(extent)
             if found is not None:
                 found[0].release(found[1])
 
-    def _find(self, extent: int) -> tuple[Segment, int] | None:
+    def find(self, extent: int) -> tuple[Segment, int] | None:
+        """Where it lies now, whatever its layout."""
         while (found := self.space.at(extent)) is None:
             moved = self._forwards.get(extent)
             if moved is None:
                 return None
             extent = moved
         return found
-
-    def drop(self, segment: Segment, extents: Sequence[int], *, erase: bool) -> None:
-        """Blocks that cannot be read; ``erase``: a restart must not find them either."""
-        live = [e for e in extents if self.space.at(e) is not None and self.present(segment)]
-        if not live:
-            return
-        positions = [split_extent(extent)[1] for extent in live]
-        for position in positions:
-            segment.pin(position)
-            segment.release(position)
-        if erase:
-            self.spawn(self._wipe(segment, positions))
-        else:
-            self.unpin(segment, live)
-        self._lost(live)
-
-    async def erase(self, extents: Iterable[int]) -> None:
-        """Free them and write over their headers, and over every header that freed blocks left behind."""
-        for extent in extents:
-            found = self._find(extent)
-            if found is not None:
-                found[0].pin(found[1])
-                found[0].release(found[1])
-                found[0].unpin(found[1])
-        work = []
-        for segment in list(self.space.segments.values()):
-            if segment.layout is None or self.space.unknown(segment):
-                continue
-            positions = [at for at in range(segment.capacity) if segment.written[at] and not self._lives(segment, at)]
-            for position in positions:
-                self._claim(segment, position)
-            work += [self._wipe(segment, positions[i : i + WIPES]) for i in range(0, len(positions), WIPES)]
-        await asyncio.gather(*work)
-
-    def _lives(self, segment: Segment, position: int) -> bool:
-        return bool(segment.taken[position]) and position not in segment.doomed
-
-    def _claim(self, segment: Segment, position: int) -> None:
-        """Keep a freed extent from being taken until it is unpinned."""
-        segment.occupy(position)
-        segment.pin(position)
-        segment.release(position)
-
-    async def _wipe(self, segment: Segment, positions: Sequence[int]) -> None:
-        """Write over the headers of pinned, freed extents, then unpin them. A file that refuses that is removed."""
-        file, layout = self._files.get(segment.number), segment.layout
-        fault: Fault | None = None
-        if file is not None and layout is not None and self.present(segment):
-            offsets = [offset_of(position, layout) for position in positions]
-            op = Op(Kind.WRITE, len(offsets) * HEADER_BYTES, partial(_write_zeros, file, offsets))
-            self._flow.submit(op)
-            (fault,) = await self._flow.settle([op])
-        if fault is Fault.NONE:
-            for position in positions:
-                segment.written[position] = 0
-        self.unpin(segment, [extent_of(segment.number, position) for position in positions])
-        if fault is Fault.ERROR and file is not None:
-            self._counted["erase_failed"] += 1
-            file.path.unlink(missing_ok=True)
-            self.lose(segment)
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
@@ -238,6 +179,13 @@ class Segments:
             for other in list(self.space.segments.values()):  # whoever removed one may have removed all
                 if not self._files[other.number].intact():
                     self.lose(other)
+
+    def remove(self, segment: Segment) -> None:
+        """Give up the file with all that lies in it."""
+        file = self.file(segment)
+        if file is not None:
+            file.path.unlink(missing_ok=True)
+            self.lose(segment)
 
     def lose(self, segment: Segment) -> None:
         """The file is gone, and all that lay in it. A new one takes its place, under a new number."""
@@ -313,18 +261,6 @@ def _write_header(file: SegmentFile, raw: bytes, scratch: Scratch) -> Fault:
     try:
         scratch.header(0)[:] = np.frombuffer(raw, dtype=np.uint8)
         file.write([scratch.header(0)], 0)
-    except OSError:
-        return Fault.ERROR
-    return Fault.NONE
-
-
-def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) -> Fault:
-    if not file.intact():
-        return Fault.VANISHED
-    scratch.header(0)[:] = 0
-    try:
-        for offset in offsets:
-            file.write([scratch.header(0)], offset)
     except OSError:
         return Fault.ERROR
     return Fault.NONE

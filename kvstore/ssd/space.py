@@ -76,6 +76,10 @@ class Segment:
             self.taken[position] = 0
             self.used -= 1
 
+    def remains(self) -> list[int]:
+        """Positions of freed blocks whose header is still on disk."""
+        return [at for at, written in enumerate(self.written) if written and (not self.taken[at] or at in self.doomed)]
+
     def live(self) -> list[int]:
         """Positions whose block is on the tier."""
         return [at for at, taken in enumerate(self.taken) if taken and at not in self.doomed]

@@ -20,7 +20,9 @@ from moonpool.core.errors import Bug
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import SLOT_ALIGN, KVLayout
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Recovered, Write
+from moonpool.kvstore.ssd.compaction import Compactor
 from moonpool.kvstore.ssd.copying import LONGEST, Fault, Place, WriteEnd, read_run, write_run
+from moonpool.kvstore.ssd.erasing import Eraser
 from moonpool.kvstore.ssd.files import Bytes, Io
 from moonpool.kvstore.ssd.flow import Flow, Kind, Op
 from moonpool.kvstore.ssd.format import ExtentHeader, extent_bytes, split_extent, writable
@@ -68,6 +70,12 @@ class SsdTier:
         self._sequence = itertools.count(opened.sequence)
         self._segments = Segments(opened, self._flow, self._next_sequence, wall, self.counted, self._lost)
         self._space = self._segments.space
+        moving = asyncio.Lock()
+        self._eraser = Eraser(self._segments, self._flow, self.counted, self._lost, moving)
+        self._eraser.forget(opened.scanned.torn)
+        self._compactor = Compactor(
+            self._segments, self._eraser, self._flow, self._next_sequence, self.counted, self._moved, moving
+        )
         self._strangers = dict(opened.scanned.kept)
         self.recovered = [b for layout in self._space.known for b in self._strangers.pop(layout, ())]
 
@@ -128,7 +136,9 @@ class SsdTier:
         self.register(layout)
         await self._segments.prepare(layout, len(blocks))
         extents = self._space.take(layout, len(blocks))
-        self.counted["writes_without_room"] += len(blocks) - len(extents)
+        if len(extents) < len(blocks):
+            self.counted["writes_without_room"] += len(blocks) - len(extents)
+            self._compactor.want(layout)
         parts: list[tuple[Segment, list[int], list[int], Op[tuple[list[WriteEnd], Fault]]]] = []
         at = 0
         for run in runs(extents, self._longest(layout, len(extents))):
@@ -234,8 +244,8 @@ class SsdTier:
             elif end is ReadEnd.GONE:
                 gone.append(extent)
         self.counted["mismatches_ssd"] += len(torn)
-        self._segments.drop(segment, torn, erase=True)
-        self._segments.drop(segment, gone, erase=False)
+        self._eraser.drop(segment, torn, erase=True)
+        self._eraser.drop(segment, gone, erase=False)
         self._segments.fault(segment, fault, writing=False)
 
     # -- freeing -----------------------------------------------------------------------------------------------------
@@ -246,7 +256,18 @@ class SsdTier:
 
     async def erase(self, extents: Iterable[int]) -> None:
         """As ``free``, and no restart finds these blocks, nor any freed before: their headers are written over."""
-        await self._segments.erase(extents)
+        await self._eraser.erase(extents)
+
+    async def erase_unknown(self) -> None:
+        """Give up the blocks of layouts that nobody registered: what is cleared for everybody must not come back with one."""
+        await self._eraser.erase_unknown()
+
+    async def compact(self, layout: KVLayout) -> int:
+        """Make room for ``layout`` by moving blocks of others together; returns the extents gained.
+
+        ``write`` starts this by itself when it lacks room, and does not wait for it.
+        """
+        return await self._compactor.compact(layout)
 
     def numbers(self) -> dict[str, float]:
         """Gauges and counters for metrics; sizes in bytes."""
@@ -267,6 +288,7 @@ class SsdTier:
 
     async def close(self) -> None:
         """Waits for what is under way. Everything written stays for the next start."""
+        self._compactor.stop()
         await self._segments.stop()
         await self._flow.close()
         self._segments.close()
@@ -289,6 +311,9 @@ class SsdTier:
     def _lost(self, extents: Sequence[int]) -> None:
         self.counted["extents_lost"] += len(extents)
         self.on_lost(extents)
+
+    def _moved(self, moved: Mapping[int, int]) -> None:
+        self.on_moved(moved)
 
 
 def _require_slot(data: Bytes, layout: KVLayout) -> None:

@@ -1,0 +1,114 @@
+"""Extents whose blocks a restart must not find: their headers are written over. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from moonpool.kvstore.ssd.copying import Fault, Scratch
+from moonpool.kvstore.ssd.files import SegmentFile
+from moonpool.kvstore.ssd.flow import Flow, Kind, Op
+from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_of, offset_of, split_extent
+from moonpool.kvstore.ssd.segments import Segments
+from moonpool.kvstore.ssd.space import Segment
+
+WIPES = 128  # headers written over in one operation
+
+
+class Eraser:
+    """``lost(extents)`` is called when blocks are no more. ``moving`` is held by compaction while it copies: an erased
+    block must not survive as a copy.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        flow: Flow,
+        counted: Counter[str],
+        lost: Callable[[Sequence[int]], None],
+        moving: asyncio.Lock,
+    ) -> None:
+        self._segments = segments
+        self._space = segments.space
+        self._flow = flow
+        self._counted = counted
+        self._lost = lost
+        self._moving = moving
+
+    def forget(self, extents: Iterable[int]) -> None:
+        """Torn extents found at start: else the next start would find them again."""
+        for extent in extents:
+            number, position = split_extent(extent)
+            self._claim(self._space.segments[number], position)
+            self._segments.spawn(self._wipe(self._space.segments[number], [position]))
+
+    def drop(self, segment: Segment, extents: Sequence[int], *, erase: bool) -> None:
+        """Blocks that cannot be read; ``erase``: a restart must not find them either."""
+        live = [e for e in extents if self._segments.present(segment) and self._space.at(e) is not None]
+        if not live:
+            return
+        positions = [split_extent(extent)[1] for extent in live]
+        for position in positions:
+            segment.pin(position)
+            segment.release(position)
+        if erase:
+            self._segments.spawn(self._wipe(segment, positions))
+        else:
+            self._segments.unpin(segment, live)
+        self._lost(live)
+
+    async def erase(self, extents: Iterable[int]) -> None:
+        """Free them and write over their headers, and over every header that freed blocks left behind."""
+        async with self._moving:
+            self._segments.free(extents)
+            work = []
+            for segment in list(self._space.segments.values()):
+                if segment.layout is None or self._space.unknown(segment):
+                    continue
+                positions = segment.remains()
+                for position in positions:
+                    self._claim(segment, position)
+                work += [self._wipe(segment, positions[i : i + WIPES]) for i in range(0, len(positions), WIPES)]
+            await asyncio.gather(*work)
+
+    async def erase_unknown(self) -> None:
+        """Give up every segment of a layout that nobody registered."""
+        for segment in [s for s in self._space.segments.values() if self._space.unknown(s)]:
+            await self._segments.format(segment, None)
+
+    def _claim(self, segment: Segment, position: int) -> None:
+        """Keep a freed extent from being taken until it is unpinned."""
+        segment.occupy(position)
+        segment.pin(position)
+        segment.release(position)
+
+    async def _wipe(self, segment: Segment, positions: Sequence[int]) -> None:
+        """Write over the headers of pinned, freed extents, then unpin them. A file that refuses that is removed."""
+        file, layout = self._segments.file(segment), segment.layout
+        fault: Fault | None = None
+        if file is not None and layout is not None:
+            offsets = [offset_of(position, layout) for position in positions]
+            op = Op(Kind.WRITE, len(offsets) * HEADER_BYTES, partial(_write_zeros, file, offsets))
+            self._flow.submit(op)
+            (fault,) = await self._flow.settle([op])
+        if fault is Fault.NONE:
+            for position in positions:
+                segment.written[position] = 0
+        self._segments.unpin(segment, [extent_of(segment.number, position) for position in positions])
+        if fault is Fault.ERROR and file is not None:
+            self._counted["erase_failed"] += 1
+            self._segments.remove(segment)
+
+
+def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) -> Fault:
+    if not file.intact():
+        return Fault.VANISHED
+    scratch.header(0)[:] = 0
+    try:
+        for offset in offsets:
+            file.write([scratch.header(0)], offset)
+    except OSError:
+        return Fault.ERROR
+    return Fault.NONE
