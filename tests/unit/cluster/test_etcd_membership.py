@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from support.etcd_members import NAME, Seen, member, members, operator
 from support.etcd_server import EtcdServer
 
 from moonpool.cluster.etcd.address import EtcdAddress
-from moonpool.cluster.etcd.client import Etcd, Put
+from moonpool.cluster.etcd.client import Put
 from moonpool.cluster.etcd.records import encode
-from moonpool.cluster.membership import Membership
-from moonpool.core.config import TimingConfig
 from moonpool.core.errors import LayoutMismatch, NoPath
-from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
-from moonpool.core.membership import Liveness, Member, MemberChange
-
-TIMING = TimingConfig(heartbeat_ms=50, silent_after_ms=1_000, registry_return_ms=600)
-NAME = MemberId("prefill-0")
-
-
-def member(name: str = NAME, role: Role = Role.PREFILL, incarnation: int = 1) -> Member:
-    return Member(MemberId(name), role, NodeId("a"), Incarnation(incarnation), "host:1", pid=1)
-
-
-class Seen:
-    """One process's membership, and what it was told in order."""
-
-    def __init__(self, registry: str, timing: TimingConfig = TIMING) -> None:
-        self.fenced: asyncio.Future[tuple[str, bool]] = asyncio.get_running_loop().create_future()
-        self.told: list[tuple[str, int, str]] = []
-        self.peers = Membership(registry, timing, lambda why, replaced: self.fenced.set_result((why, replaced)))
-        self.peers.subscribe(self._hear)
-
-    def _hear(self, change: MemberChange) -> None:
-        self.told.append((change.member.id, change.member.incarnation, change.liveness.value))
-
-    async def until(self, condition: Callable[[], bool], what: str = "change") -> None:
-        await self.peers.until(condition, 15.0, what)
-
-    async def hears(self, *what: tuple[str, int, str]) -> None:
-        await self.until(lambda: all(w in self.told for w in what), str(what))
-
-    def known(self, name: str = NAME) -> MemberChange:
-        known = self.peers.get(MemberId(name))
-        assert known is not None
-        return known
+from moonpool.core.ids import Incarnation, NodeId, Role
+from moonpool.core.membership import Liveness, MemberChange
 
 
 @pytest.fixture(scope="module")
@@ -62,25 +28,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 def registry(shared: EtcdServer, request: pytest.FixtureRequest) -> str:
     """A cluster of this test's own in the shared etcd."""
     return f"etcd://127.0.0.1:{shared.port}/moonpool/{request.node.name[:60]}"
-
-
-@asynccontextmanager
-async def members(registry: str, size: int, timing: TimingConfig = TIMING) -> AsyncIterator[list[Seen]]:
-    seen = [Seen(registry, timing) for _ in range(size)]
-    try:
-        yield seen
-    finally:
-        await asyncio.gather(*(s.peers.leave() for s in seen))
-
-
-@asynccontextmanager
-async def operator(registry: str) -> AsyncIterator[tuple[Etcd, EtcdAddress]]:
-    address = EtcdAddress.parse(registry)
-    etcd = Etcd(address.endpoints[0], lambda: None)
-    try:
-        yield etcd, address
-    finally:
-        await etcd.close()
 
 
 async def test_joining_changing_and_leaving_are_watched_in_order(registry: str) -> None:
