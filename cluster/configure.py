@@ -25,7 +25,12 @@ from moonpool.core.ids import checked_name
 PREFIX = "MOONPOOL_"
 # Read by tests and scripts, not by the configuration.
 NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL"})
-JSON_KEYS = {"cluster.nodes": '[{"name": "a", "prefill": 1}]', "store.quotas": '{"alice": 1073741824}'}
+JSON_KEYS = {
+    "cluster.nodes": '[{"name": "a", "prefill": 1}]',
+    "store.quotas": '{"alice": 1073741824}',
+    "store.codecs": '["int8"]',
+    "store.lossy_for": '["alice"]',
+}
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 

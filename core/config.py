@@ -56,6 +56,10 @@ class StoreConfig(_Values):
     hard_pin_share: float = Field(0.5, ge=0, le=0.5, description="share of a node that hard pins may hold; above, refused")
     soft_pin_share: float = Field(0.25, ge=0, le=1, description="share of a node that one tenant's soft pins may hold")
     quotas: dict[str, int] = Field(default_factory=dict, description="bytes of a node's pool a tenant may fill, by tenant")
+    codecs: tuple[Literal["int8", "fp8"], ...] = Field((), description="lossy codecs that `moonpool store compress` may use")
+    lossy_for: tuple[str, ...] = Field(
+        (), description="tenants, model names and model fingerprints that lossy copies may serve"
+    )
     replicate_after: int = Field(0, ge=0, description="remote reads of a block per minute that make another copy; 0: never")
     drain_ms: int = Field(10_000, ge=0, description="a leaving node moves blocks that nobody else holds this long")
 
