@@ -88,7 +88,7 @@ class SyncStoreClient:
         """Each value is stored whole or not at all, and can be found once this returns."""
 
         def run(link: HostLink) -> list[Put]:
-            mine = [self._item(self._key(key), value) for key, value in items]
+            mine = [self._item(self.key(key), value) for key, value in items]
             Putting(link).run(mine)
             return [item.put for item in mine]
 
@@ -106,18 +106,18 @@ class SyncStoreClient:
         """``get`` for each key, in batches."""
         if into is not None and len(into) != len(keys):
             raise InvalidRequest(f"into: {len(into)} targets for {len(keys)} keys", param="into")
-        return self._call(lambda link: get_values(link, [self._key(key) for key in keys], into))
+        return self._call(lambda link: get_values(link, [self.key(key) for key in keys], into))
 
     def exists(self, key: Key) -> bool:
         return self.exists_many([key])[0]
 
     def exists_many(self, keys: Sequence[Key]) -> list[bool]:
         """In any order; pins nothing, so a later get may still miss."""
-        return self._call(lambda link: self._exists(link, [self._key(key) for key in keys]))
+        return self._call(lambda link: self._exists(link, [self.key(key) for key in keys]))
 
     def remove(self, *keys: Key) -> int:
         """How many values were here and are no longer. What somebody is just reading stays."""
-        return self._call(lambda link: self._remove(link, [self._key(key) for key in keys], whole=True))
+        return self._call(lambda link: self._remove(link, [self.key(key) for key in keys], whole=True))
 
     # Blocks of KV by block key.
 
@@ -184,7 +184,8 @@ class SyncStoreClient:
                 if link.waiting:
                     link.close()  # its answers belong to a call that is over
 
-    def _key(self, key: Key) -> bytes:
+    def key(self, key: Key) -> bytes:
+        """The 16-byte block key that ``key`` has in this namespace."""
         if self._names is None:
             raise PeerSilent("the client has not been connected")
         return self._names.key(key.encode() if isinstance(key, str) else key)
