@@ -22,20 +22,19 @@ def layout_of(stores: list[Member]) -> KVLayout:
 def prompt_keys(config: Config, stores: list[Member], text: str, *, chat: bool = False) -> list[bytes]:
     """Keys of the whole blocks of ``text``: a raw completion prompt, or with ``chat`` one user message.
 
-    Tokenised by the model in ``config``, hashed with its hash key. ConfigError where that is not the cluster's own key or
-    the model is not here; InvalidRequest where the text fills no block.
+    Tokenised by the model in ``config``, hashed with its hash key. ConfigError where either is not the cluster's own or
+    not here; InvalidRequest where the text fills no block.
     """
     from moonpool.cluster.gateway.tokenizer import Tokenizer
     from moonpool.cluster.models import local_model
 
-    layout = layout_of(stores)
-    hash_key = load_hash_key(config.key_file(Path.home()))
-    theirs = {m.hash_key_id for m in stores if m.hash_key_id}
-    if theirs and key_id(hash_key) not in theirs:
+    layout, hash_key = layout_of(stores), _hash_key(config, stores)
+    served = {m.model for m in stores if m.model}
+    if served and config.model_name not in served:
         raise ConfigError(
-            f"cluster.key_file: the hash key in {config.key_file(Path.home())} is not this cluster's; give its file by "
-            "--set cluster.key_file=FILE",
-            param="cluster.key_file",
+            f"model.path: {config.model_name!r} is not served here, {', '.join(sorted(served))} is; give its path by "
+            "--set model.path=PATH",
+            param="model.path",
         )
     tokenizer = Tokenizer.load(local_model(config.model.path, lambda _: None))
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
@@ -45,3 +44,16 @@ def prompt_keys(config: Config, stores: list[Member], text: str, *, chat: bool =
             f"--prompt: {len(ids)} tokens fill no block of {layout.block_tokens}; only whole blocks have keys", param="prompt"
         )
     return keys
+
+
+def _hash_key(config: Config, stores: list[Member]) -> bytes:
+    """The cluster's hash key, which a process of it made: none is made here."""
+    path = config.key_file(Path.home())
+    hint = "give the cluster's own by --set cluster.key_file=FILE"
+    if not path.exists():
+        raise ConfigError(f"cluster.key_file: there is no hash key in {path}; {hint}", param="cluster.key_file")
+    hash_key = load_hash_key(path)
+    theirs = {m.hash_key_id for m in stores if m.hash_key_id}
+    if theirs and key_id(hash_key) not in theirs:
+        raise ConfigError(f"cluster.key_file: {path} holds another hash key; {hint}", param="cluster.key_file")
+    return hash_key

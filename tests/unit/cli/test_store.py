@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.registered_stores import Beside, StoreCluster, store_cluster_beside
 from support.store import LAYOUT, block_keys
+from support.tiny_tokenizer import write_tiny_model
 from typer.testing import CliRunner, Result
 
 from moonpool.cli import store_calls
 from moonpool.cli.main import _Choices, build
+from moonpool.cluster.gateway.tokenizer import Tokenizer
+from moonpool.core.blocks import BlockHasher, key_id, load_hash_key, namespace
 from moonpool.core.errors import MoonpoolError
 
 KEYS = block_keys("k", 5)
@@ -121,6 +128,53 @@ def test_stats_print_the_main_figures_of_each_node_or_all_of_them(shell: Shell) 
     full = shell("stats", "--full", "--node", "b").stdout
     assert f"layout{' ' * 27}{LAYOUT.fingerprint}" in full
     assert [one["blocks_findable"] for one in shell.json("stats")] == [0, 5]
+
+
+def test_prompts_are_named_as_a_gateway_names_them(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "toy")
+    key_file, prompt = tmp_path / "hash.key", tmp_path / "prompt.txt"
+    hash_key = load_hash_key(key_file)
+    hasher = BlockHasher(hash_key, namespace(LAYOUT), LAYOUT.block_tokens)
+    text = "What a store holds, it holds by name. " * 2
+    prompt.write_text(text)
+    keys = hasher.keys(Tokenizer.load(model).encode(text))
+    assert len(keys) >= 4
+    ours = ("--set", f"model.path={model}", "--set", f"cluster.key_file={key_file}")
+    with store_cluster_beside(tmp_path, hash_key_id=key_id(hash_key)) as (cluster, beside):
+        shell = Shell(cluster, beside, tmp_path)
+        shell.publish("a", keys)
+        for given in (text, f"@{prompt}"):
+            assert shell.json("lookup", "--prompt", given, *ours)[0]["leading"] == len(keys)
+        assert shell.json("lookup", "--chat", "--prompt", text, *ours, code=1)[0]["leading"] == 0
+        assert shell.json("clear", "--prompt", text[:40], *ours, "--node", "a")[0]["cleared"] == len(keys) - 1
+        (tmp_path / "other.key").write_bytes(bytes(32))
+        for wrong, said in [
+            (("--prompt", "short", *ours), "fill no block of 16"),
+            (("--prompt", text, *ours, "--set", f"cluster.key_file={tmp_path / 'other.key'}"), "holds another hash key"),
+            (("--prompt", text, *ours, "--set", "cluster.key_file=/missing/hash.key"), "there is no hash key in"),
+            (("--prompt", text, *ours, "--set", "model.name=other"), "'other' is not served here, toy is"),
+        ]:
+            done = shell("lookup", *wrong)
+            assert isinstance(done.exception, MoonpoolError), done.output
+            assert said in done.exception.message
+
+
+def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Path) -> None:
+    shell.publish("a", KEYS[:2])
+    env = {**os.environ, "HOME": str(tmp_path), "MOONPOOL_CLUSTER_REGISTRY": shell.cluster.registry}
+    command = [sys.executable, "-m", "moonpool.cli.main", "store", "watch", "--node", "a"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as watching:
+        try:
+            assert watching.stdout is not None
+            assert watching.stdout.readline().split() == ["a", "live"]
+            assert watching.stdout.readline().split() == ["a", "holds", "g2", "2", "blocks"]
+            shell.publish("a", KEYS[2:], KEYS[1])
+            said = watching.stdout.readline().split()
+            assert said[:5] == ["a", "stored", "g2", "3", "blocks"]
+            assert said[5:] == [key.hex() for key in KEYS[2:]]
+        finally:
+            watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 0
 
 
 @pytest.mark.parametrize(
