@@ -116,7 +116,11 @@ class Pusher:
         work = await self._open(target, landing)
         pairs = [(to.block, source) for source, to in blocks]
         for layer in range(self._layout.layers):
-            await asyncio.to_thread(work.push_slots, 0, layer, pairs)
+            try:
+                await asyncio.to_thread(work.push_slots, 0, layer, pairs)
+            except BaseException:  # nobody else would say that this writer is through
+                await work.cancel()
+                raise
         drained = await work.drain()
         if work.failure is not None:
             raise work.failure.to_exception()
@@ -157,7 +161,11 @@ class Pusher:
     def _sender(self, carrier: str) -> Sender:
         if carrier not in self._senders:
             sender = self._make_sender(carrier, self._member, self._config, self._notify)
-            sender.register(self._memories)
+            try:
+                sender.register(self._memories)
+            except BaseException:
+                sender.close()
+                raise
             self._senders[carrier] = sender
         return self._senders[carrier]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from moonpool.core.landing import Ticket
+from moonpool.core.membership import Member
 from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
+from moonpool.kvstore.transfer.carrier import OnNotices, Receiver, Sender
 from moonpool.kvstore.transfer.memory import Faults, MemoryNetwork
 from support.store import LAYOUT, Heard, Roll, block_bytes, block_keys, config, store_node, until, worker
 
@@ -29,6 +31,8 @@ __all__ = ["Stores", "block_keys", "stores", "until"]
 class Stores:
     roll: Roll
     network: MemoryNetwork
+    sender: Callable[[Sender], Sender]
+    receiver: Callable[[MemoryNetwork, Member, OnNotices], Receiver]
     nodes: dict[str, StoreNode] = field(default_factory=dict)
     workers: dict[str, WorkerStore] = field(default_factory=dict)
     heard: dict[str, Heard] = field(default_factory=dict)
@@ -65,10 +69,17 @@ class Stores:
 
 @asynccontextmanager
 async def stores(
-    folder: Path, *names: str, faults: Faults = Faults(), slots: int = 16, **sections: dict[str, Any]
+    folder: Path,
+    *names: str,
+    faults: Faults = Faults(),
+    slots: int = 16,
+    sender: Callable[[Sender], Sender] = lambda made: made,
+    receiver: Callable[[MemoryNetwork, Member, OnNotices], Receiver] = MemoryNetwork.receiver,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Stores]:
+    """``sender`` may wrap every sending end, ``receiver`` makes every receiving end."""
     settings = config(folder, **{"slots": slots, "transfer": {"carrier": "memory"}} | sections)
-    made = Stores(Roll(), MemoryNetwork(faults))
+    made = Stores(Roll(), MemoryNetwork(faults), sender, receiver)
     made.gate.set()
     async with AsyncExitStack() as stack:
         for name in names:
@@ -89,12 +100,12 @@ async def _open(made: Stores, stack: AsyncExitStack, settings: Any, name: str) -
         await made.gate.wait()
         if not pushers:
             node = made.nodes[name]
-            senders = lambda _, __, given, ___: made.network.sender(given)  # noqa: E731
+            senders = lambda _, __, given, ___: made.sender(made.network.sender(given))  # noqa: E731
             pushers.append(Pusher(node.member, LAYOUT, node.regions.views, settings.transfer, senders=senders))
         drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
-    parts = {"receivers": lambda _, who, heard: [made.network.receiver(who, heard("memory"))], "push": push}
+    parts = {"receivers": lambda _, who, heard: [made.receiver(made.network, who, heard("memory"))], "push": push}
     made.nodes[name] = await stack.enter_async_context(store_node(settings, made.roll, name, **parts))
     stack.push_async_callback(close)
     made.workers[name], made.heard[name] = await stack.enter_async_context(worker(made.nodes[name], f"decode-{name}"))
