@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import InvalidRequest
+from moonpool.core.use import DEFAULT_TENANT, Use
 
+MAX_NAME = 256
 MAX_KEYS = 1 << 16  # blocks of one request: 4 M tokens in blocks of 64
 
 
@@ -24,3 +26,11 @@ def checked_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     if len(set(out)) != len(out):
         raise InvalidRequest("keys: one key twice in one call; keys of a sequence differ", param="keys")
     return out
+
+
+def checked_use(use: Use) -> Use:
+    """``use`` as it came over a wire: what was left out says nothing. InvalidRequest where names are too long."""
+    for field, name in (("tenant", use.tenant), ("kind", use.kind)):
+        if len(name) > MAX_NAME:
+            raise InvalidRequest(f"use.{field}: {len(name)} characters; at most {MAX_NAME}", param=f"use.{field}")
+    return Use(use.tenant or DEFAULT_TENANT, use.kind, max(use.turn, 1), use.prompt_tokens)

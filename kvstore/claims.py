@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from moonpool.core.ids import Incarnation, MemberId, RequestId
 from moonpool.core.landing import Landing, SlotRef
+from moonpool.core.layout import KVLayout
+from moonpool.core.use import Use
 from moonpool.kvstore.index import Entry
 
 
@@ -37,12 +39,14 @@ class LandingAsk:
     attempt: int
     writer: Life
     reader: int | None
+    layout: KVLayout
     keys: tuple[bytes, ...]
     first_block: int = 0
     tail_valid: int = 0
     parent: bytes | None = None
     reach: Reach = Reach.CARRIER
     generation: int = 0
+    use: Use = field(default_factory=Use)
 
 
 class Reserved(StrEnum):
@@ -116,6 +120,8 @@ class ReservationClaim:
     id: int
     session: int
     writer: Life
+    layout: KVLayout
+    use: Use
     slot: int
     key: bytes
     parent: bytes | None

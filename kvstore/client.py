@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.config import TimingConfig
-from moonpool.core.errors import Failure, LayoutMismatch, MoonpoolError, PeerSilent, Reason, TransferFailed
+from moonpool.core.errors import Failure, MoonpoolError, PeerSilent, Reason, TransferFailed
 from moonpool.core.ids import Incarnation, NodeId, RequestId
 from moonpool.core.landing import Landed, Region, SlotRef, Ticket
 from moonpool.core.layout import KVLayout
@@ -122,11 +122,6 @@ class WorkerStore:
     def _settle_in(self, welcome: pb.store.Welcome) -> None:
         for message in welcome.regions:
             region = from_wire(message, Region)
-            if region.slot_bytes != self.layout.slot_bytes:
-                raise LayoutMismatch(
-                    f"slots have {region.slot_bytes} bytes at the store node, {self.layout.slot_bytes} here; start both "
-                    "with the same model, dtype and block_tokens"
-                )
             self.regions[region.number] = map_region(region)
         if welcome.agent_socket:
             hand_over(welcome.agent_socket, welcome.session)

@@ -5,26 +5,31 @@ Pure. Nothing that is in use goes: neither a pinned block, nor one that has such
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.events import Tier
+from moonpool.core.layout import RAW
+from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key
+from moonpool.kvstore.index import Entry
 from moonpool.kvstore.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
 class BlockState:
-    """``tiers`` is empty for a block that is not here."""
+    """``tiers`` is empty for a block that is not here; ``codec`` names that of a copy which stands for the full block."""
 
     tiers: tuple[Tier, ...] = ()
     layout: str = ""
     tenant: str = ""
-    held: str = ""
+    codec: str = ""
     bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cleaned:
+    """Blocks and bytes that went, or would go, and blocks that were meant, too, but stay."""
+
     cleared: int
     kept: int
     bytes: int
@@ -32,40 +37,60 @@ class Cleaned:
 
 class Control:
     def __init__(self, pool: Pool) -> None:
+        self._index = pool.held.index
         self._pool = pool
 
     def state(self, key: bytes) -> BlockState:
-        entry = self._pool.held.index.get(key)
-        return BlockState() if entry is None else BlockState((Tier.G2,), bytes=self._pool.slots.slot_bytes)
+        """Of the full block, or of a lossy copy of it where that is all there is."""
+        for name in (key, *(copy_key(key, codec) for codec in LOSSY)):
+            entry = self._index.get(name)
+            if entry is not None:
+                layout = entry.layout
+                codec = "" if layout.codec == RAW else layout.codec
+                return BlockState((Tier.G2,), layout.fingerprint, entry.use.tenant, codec, layout.slot_bytes)
+        return BlockState()
 
-    def drop(self, keys: Sequence[bytes], dry_run: bool) -> Cleaned:
-        """Drop exactly ``keys``, which follow one another, the last one first. One that has other blocks after it stays."""
-        index = self._pool.held.index
-        gone: set[bytes] = set()
-        kept = 0
-        for key in reversed(keys):
-            entry = index.get(key)
-            if entry is None:
+    def drop(self, keys: Iterable[bytes], dry_run: bool) -> Cleaned:
+        """Drop exactly ``keys``. One that is in use, or that other blocks follow, stays."""
+        meant = {key: entry for key in keys if (entry := self._index.get(key)) is not None}
+        following = {key: len(entry.children) for key, entry in meant.items()}
+        leaves = [entry for key, entry in meant.items() if not following[key]]
+        gone: list[Entry] = []
+        while leaves:
+            entry = leaves.pop()
+            if entry.pins:
                 continue
-            if entry.pins or entry.children - gone:
-                kept += 1
-            else:
-                gone.add(key)
-                if not dry_run:
-                    self._pool.held.withdraw(key)
-        return Cleaned(len(gone), kept, len(gone) * self._pool.slots.slot_bytes)
+            gone.append(entry)
+            if entry.parent in following:
+                following[entry.parent] -= 1
+                if not following[entry.parent]:
+                    leaves.append(meant[entry.parent])
+        if not dry_run:
+            for entry in gone:
+                self._pool.held.withdraw(entry.key)
+        return Cleaned(len(gone), len(meant) - len(gone), sum(entry.layout.slot_bytes for entry in gone))
 
     def clean(self, keys: Sequence[bytes], model: str, tenant: str, dry_run: bool) -> Cleaned:
-        """Drop ``keys`` (none: everything, of ``model`` and of ``tenant`` where named) with all that follows them."""
-        index = self._pool.held.index
-        doomed = list(index.keys())[::-1] if not keys else self._following(keys)[::-1]
-        return self.drop(doomed[::-1], dry_run)
+        """Drop ``keys`` and their lossy copies with all that follows them; without keys all blocks of ``model`` (by its
+        fingerprint, or that of one layout) and of ``tenant``, where these are named."""
+        if keys:
+            return self.drop(self._following([name for key in keys for name in all_keys(key)]), dry_run)
+        return self.drop([key for key in list(self._index.keys()) if self._is_of(key, model, tenant)], dry_run)
 
-    def _following(self, keys: Sequence[bytes]) -> list[bytes]:
-        """``keys`` and their descendants, parents first."""
-        index = self._pool.held.index
-        order = list(keys)
-        for key in order:  # grows while it is read
-            entry = index.get(key)
-            order.extend(entry.children if entry else ())
-        return list(dict.fromkeys(order))
+    def _is_of(self, key: bytes, model: str, tenant: str) -> bool:
+        entry = self._index.get(key)
+        if entry is None or (tenant and entry.use.tenant != tenant):
+            return False
+        return not model or model in (entry.layout.model, entry.layout.fingerprint)
+
+    def _following(self, keys: Iterable[bytes]) -> set[bytes]:
+        """``keys`` and their descendants, as far as they are here."""
+        found: set[bytes] = set()
+        stack = list(keys)
+        while stack:
+            key = stack.pop()
+            entry = self._index.get(key)
+            if entry is not None and key not in found:
+                found.add(key)
+                stack.extend(entry.children)
+        return found

@@ -14,7 +14,9 @@ import structlog
 from moonpool.core.errors import Busy, InvalidRequest, MoonpoolError
 from moonpool.core.ids import NodeId, RequestId
 from moonpool.core.landing import Landing, LandingSlot, SlotRef, Ticket
+from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
+from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.kvstore.transfer.carrier import Endpoint
@@ -46,6 +48,7 @@ class PushOrder:
     landing: Landing
     targets: tuple[Endpoint, ...]  # of all carriers it has, best first
     target_address: str
+    layout: KVLayout
     blocks: tuple[tuple[SlotRef, LandingSlot], ...]
 
 
@@ -85,23 +88,32 @@ class Fetcher:
     # The node that lacks blocks.
 
     async def fetch(
-        self, session: int, keys: Sequence[bytes], source: NodeId, address: str, deadline_s: float
+        self,
+        session: int,
+        layout: KVLayout,
+        keys: Sequence[bytes],
+        source: NodeId,
+        address: str,
+        deadline_s: float,
+        use: Use = Use(),
     ) -> tuple[Ticket, Moved]:
         """Pins what is here, brings what is not, and pins the leading blocks that are here then: maybe fewer, or none."""
         node = self._node
-        held = node.pool.pin(session, keys, node.clock())
+        held = node.pool.pin(session, keys, use, node.clock(), layout.fingerprint)
         moved = Moved(0, "")
         try:
             if len(held.slots) < len(keys):
-                moved = await self._bring(keys, len(held.slots), source, address, deadline_s)
+                moved = await self._bring(layout, keys, len(held.slots), source, address, deadline_s, use)
             node.sessions.get(session)  # it may be over by now: then nobody would unpin
-            return node.pool.pin(session, keys, node.clock()), moved
+            return node.pool.pin(session, keys, use, node.clock(), layout.fingerprint), moved
         finally:
             if held.slots:
                 node.pool.unpin(session, held.id, node.clock())
             node.changed()
 
-    async def replicate(self, keys: Sequence[bytes], source: NodeId, deadline_s: float) -> tuple[int, Moved]:
+    async def replicate(
+        self, layout: KVLayout, keys: Sequence[bytes], source: NodeId, deadline_s: float, use: Use = Use()
+    ) -> tuple[int, Moved]:
         """Bring what is not here of ``keys``, a sequence from its first block on, and leave it here without a reader.
 
         Returns how many leading blocks are here then: fewer where room, time or the source lack. Never raises.
@@ -109,12 +121,12 @@ class Fetcher:
         node = self._node
         end, moved = node.clock() + deadline_s, Moved(0, "")
         while True:
-            held = node.pool.pin(OURSELVES, keys, node.clock())
+            held = node.pool.pin(OURSELVES, keys, use, node.clock(), layout.fingerprint)
             try:
                 have, left = len(held.slots), end - node.clock()
                 if have == len(keys) or left <= 0:
                     return have, moved
-                some = await self._bring(keys[: have + PIECE], have, source, "", left, replica=True)
+                some = await self._bring(layout, keys[: have + PIECE], have, source, "", left, use, replica=True)
                 moved = Moved(moved.bytes + some.bytes, some.carrier or moved.carrier)
                 if node.pool.lookup(keys) == have:
                     return have, moved
@@ -124,7 +136,16 @@ class Fetcher:
                 node.changed()
 
     async def _bring(
-        self, keys: Sequence[bytes], have: int, source: NodeId, address: str, deadline_s: float, *, replica: bool = False
+        self,
+        layout: KVLayout,
+        keys: Sequence[bytes],
+        have: int,
+        source: NodeId,
+        address: str,
+        deadline_s: float,
+        use: Use,
+        *,
+        replica: bool = False,
     ) -> Moved:
         missing = keys[have:]
         known = {self._coming[key] for key in missing if key in self._coming}
@@ -135,7 +156,7 @@ class Fetcher:
         if mine and store is not None:
             first = have + lead
             parent = keys[first - 1] if first else None
-            run = self._fetch_run(mine, first, parent, store, address or store.address, deadline_s, replica)
+            run = self._fetch_run(layout, mine, first, parent, store, address or store.address, deadline_s, use, replica)
             task = self._node.spawn(run)
             self._coming.update(dict.fromkeys(mine, task))
             task.add_done_callback(lambda _: [self._coming.pop(key, None) for key in mine])
@@ -146,12 +167,14 @@ class Fetcher:
 
     async def _fetch_run(
         self,
+        layout: KVLayout,
         keys: list[bytes],
         first: int,
         parent: bytes | None,
         store: Member,
         address: str,
         deadline_s: float,
+        use: Use,
         replica: bool,
     ) -> Moved:
         """Never raises: what did not come is a miss, and counted."""
@@ -161,10 +184,12 @@ class Fetcher:
             0,
             Life(store.id, store.incarnation),
             None,
+            layout,
             tuple(keys),
             first,
             parent=parent,
             generation=node.receiving.generation,
+            use=use,
         )
         try:
             landing = await node.grant(ask)
@@ -173,7 +198,7 @@ class Fetcher:
             log.info("fetch_without_room", error=e.message)
             return Moved(0, "")
         try:
-            moved = await self._ask_for_push(landing, Life(store.id, store.incarnation), address, deadline_s, replica)
+            moved = await self._ask_for_push(landing, layout, Life(store.id, store.incarnation), address, deadline_s, replica)
         except MoonpoolError as e:
             self.failed += 1
             log.warning("fetch_failed", source=store.id, error=e.message)
@@ -183,13 +208,15 @@ class Fetcher:
         self.bytes_in += moved.bytes
         return moved
 
-    async def _ask_for_push(self, landing: Landing, writer: Life, address: str, deadline_s: float, replica: bool) -> Moved:
+    async def _ask_for_push(
+        self, landing: Landing, layout: KVLayout, writer: Life, address: str, deadline_s: float, replica: bool
+    ) -> Moved:
         node = self._node
         request = pb.store.PushToRequest(target_address=node.member.address, replica=replica)
         to_wire(landing, request.landing)
         for endpoint in await node.receiving.endpoints(writer):
             to_wire(endpoint, request.targets.add())
-        to_wire(node.layout, request.layout)
+        to_wire(layout, request.layout)
         try:
             reply = await self.stub(address).PushTo(request, timeout=deadline_s)
         except grpc.aio.AioRpcError as e:
@@ -199,31 +226,39 @@ class Fetcher:
     # The node that has them.
 
     async def push_to(
-        self, landing: Landing, targets: Sequence[Endpoint], target_address: str, deadline_s: float, *, replica: bool = False
+        self,
+        landing: Landing,
+        layout: KVLayout,
+        targets: Sequence[Endpoint],
+        target_address: str,
+        deadline_s: float,
+        *,
+        replica: bool = False,
     ) -> Moved:
         """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
-        pushing = self._node.spawn(self._push_to(landing, targets, target_address, deadline_s))
+        pushing = self._node.spawn(self._push_to(landing, layout, targets, target_address, deadline_s))
         moved: Moved = await asyncio.shield(pushing)
         if not replica:
             self._node.spreader.read([slot.slot.key for slot in landing.slots])
         return moved
 
-    async def _push_to(self, landing: Landing, targets: Sequence[Endpoint], target_address: str, deadline_s: float) -> Moved:
+    async def _push_to(
+        self, landing: Landing, layout: KVLayout, targets: Sequence[Endpoint], target_address: str, deadline_s: float
+    ) -> Moved:
         node = self._node
         keys = [slot.slot.key for slot in landing.slots]
         await node.bring(keys, deadline_s)
-        ticket = node.pool.pin(OURSELVES, keys, node.clock())
+        ticket = node.pool.pin(OURSELVES, keys, Use(), node.clock(), layout.fingerprint)
         try:
-            sound = await asyncio.to_thread(self._sound, ticket)
+            sound = await asyncio.to_thread(self._sound, layout, ticket)
             if sound < len(ticket.slots):
                 node.pool.quarantine(ticket.slots[sound].key, "push")
                 node.changed()
             if not sound or self._push is None:
                 await self._drain(landing, target_address)
                 return Moved(0, "")
-            order = PushOrder(
-                landing, tuple(targets), target_address, tuple(zip(ticket.slots[:sound], landing.slots, strict=False))
-            )
+            blocks = tuple(zip(ticket.slots[:sound], landing.slots, strict=False))
+            order = PushOrder(landing, tuple(targets), target_address, layout, blocks)
             moved = await self._push(order)
             self.bytes_out += moved.bytes
             return moved
@@ -232,11 +267,11 @@ class Fetcher:
                 node.pool.unpin(OURSELVES, ticket.id, node.clock())
             node.changed()
 
-    def _sound(self, ticket: Ticket) -> int:
+    def _sound(self, layout: KVLayout, ticket: Ticket) -> int:
         """How many leading blocks agree with their digests: a copy that went bad here must not travel on."""
         node = self._node
         for i, ref in enumerate(ticket.slots):
-            if not slices.is_whole(node.layout, node.regions.views[ref.region], ref.offset, ref.key):
+            if not slices.is_whole(layout, node.regions.views[ref.region], ref.offset, ref.key):
                 return i
         return len(ticket.slots)
 

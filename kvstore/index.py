@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from moonpool.core.errors import Bug
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation, NodeId
+from moonpool.core.layout import KVLayout
+from moonpool.core.use import Use
 
 EVENT_KEYS = 1024  # keys in one event, so that a batch stays far below the frame limit
 BATCH_EVENTS = 16
@@ -26,6 +28,8 @@ class Entry:
     key: bytes
     parent: bytes | None
     used: float
+    layout: KVLayout
+    use: Use
     pins: int = 0
     busy: int = 0
     findable: bool = True
@@ -102,14 +106,14 @@ class BlockIndex:
         """How many blocks could be evicted, one leaf after the other."""
         return len(self._found) - self._busy
 
-    def add(self, key: bytes, parent: bytes | None, slot: int, now: float) -> Entry:
+    def add(self, key: bytes, parent: bytes | None, slot: int, layout: KVLayout, use: Use, now: float) -> Entry:
         if key in self._found:
             raise Bug(f"block {key.hex()} was sealed twice")
         if parent is not None:
             if parent not in self._found:
                 raise Bug(f"block {key.hex()} was sealed before its parent {parent.hex()}")
             self._found[parent].children.add(key)
-        entry = self._found[key] = Entry(slot, key, parent, now)
+        entry = self._found[key] = Entry(slot, key, parent, now, layout, use)
         self._log.record(BlockChange.STORED, key)
         self._offer(entry)
         return entry

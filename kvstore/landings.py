@@ -14,6 +14,7 @@ from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import Busy, InvalidRequest
 from moonpool.core.ids import RequestId
 from moonpool.core.landing import Landing, LandingSlot, PushNotice
+from moonpool.core.layout import KVLayout
 from moonpool.kvstore.claims import Expected, LandingAsk, LandingClaim, Life, Target
 from moonpool.kvstore.holdings import Holdings
 from moonpool.kvstore.index import Entry
@@ -26,13 +27,11 @@ def tail_key(request: RequestId, attempt: int, block: int) -> bytes:
 
 
 class Landings:
-    def __init__(self, holdings: Holdings, layers: int, block_tokens: int) -> None:
+    def __init__(self, holdings: Holdings) -> None:
         self._held = holdings
-        self._layers = layers
-        self._block_tokens = block_tokens
         self._claims: dict[int, LandingClaim] = {}
         self._granted: dict[tuple[RequestId, int, Life], int] = {}
-        self._orphans: dict[bytes, list[Target]] = {}  # complete blocks that wait for this parent
+        self._orphans: dict[bytes, list[tuple[LandingClaim, Target]]] = {}  # complete blocks that wait for this parent
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -44,7 +43,11 @@ class Landings:
         return self._claims.get(landing)
 
     def grant(self, ask: LandingAsk, now: float) -> Landing:
-        """All or nothing. Asking again for the same attempt answers the same landing. Busy, with numbers, if it cannot."""
+        """All or nothing. Asking again for the same attempt answers the same landing. Busy, with numbers, if it cannot.
+
+        LayoutMismatch: the layout is not registered here.
+        """
+        self._held.layout(ask.layout.fingerprint).require_same(ask.layout, ask.writer.member)
         again = self._granted.get((ask.request, ask.attempt, ask.writer))
         if again is not None:
             return self._same(self._claims[again], ask)
@@ -53,7 +56,7 @@ class Landings:
         pinned = [entry for _, entry in held] + ([anchor] if anchor else [])
         self._held.pin(pinned, now)
         try:
-            slots = self._held.take(len(missing) + (ask.tail_valid > 0))
+            slots = self._held.take(ask.layout.slot_bytes, len(missing) + (ask.tail_valid > 0))
         except Busy:
             self._held.unpin(pinned, now)
             raise
@@ -65,7 +68,7 @@ class Landings:
 
     def _same(self, claim: LandingClaim, ask: LandingAsk) -> Landing:
         old = claim.ask
-        if (old.keys, old.first_block, old.tail_valid) != (ask.keys, ask.first_block, ask.tail_valid):
+        if (old.layout, old.keys, old.first_block, old.tail_valid) != (ask.layout, ask.keys, ask.first_block, ask.tail_valid):
             raise InvalidRequest(
                 f"attempt {ask.attempt} of request {ask.request} was granted landing {claim.landing.id} for other blocks; "
                 "ask with the same keys, or under a new attempt",
@@ -84,16 +87,15 @@ class Landings:
                 held.append((block, entry))
             else:
                 findable = parent is not None or block == 0
-                missing.append(
-                    Target(-1, key, parent, block, self._block_tokens, (1 << self._layers) - 1, findable, coming=findable)
-                )
+                left = (1 << ask.layout.layers) - 1
+                missing.append(Target(-1, key, parent, block, ask.layout.block_tokens, left, findable, coming=findable))
             parent = key
         return held, missing
 
     def _tail(self, ask: LandingAsk, slot: int) -> Target:
         block = ask.first_block + len(ask.keys)
         key = tail_key(ask.request, ask.attempt, block)
-        return Target(slot, key, None, block, ask.tail_valid, (1 << self._layers) - 1, findable=False, coming=False)
+        return Target(slot, key, None, block, ask.tail_valid, (1 << ask.layout.layers) - 1, findable=False, coming=False)
 
     def _record(self, ask: LandingAsk, targets: list[Target], held: list[tuple[int, Entry]], anchor: Entry | None) -> Landing:
         landing = Landing(
@@ -105,7 +107,7 @@ class Landings:
             ask.generation,
             ask.writer.member,
             tuple(LandingSlot(t.block, self._held.slots.ref(t.slot, t.key), t.valid) for t in targets),
-            tuple(LandingSlot(block, self._held.ref(entry), self._block_tokens) for block, entry in held),
+            tuple(LandingSlot(block, self._held.ref(entry), ask.layout.block_tokens) for block, entry in held),
         )
         by_slot = {target.slot: target for target in targets}
         claim = LandingClaim(landing, ask, by_slot, [entry for _, entry in held], anchor, len(targets))
@@ -116,8 +118,10 @@ class Landings:
                 self._held.expect(target.key)
         return landing
 
-    def expected(self, notice: PushNotice) -> list[Expected]:
+    def expected(self, notice: PushNotice) -> tuple[KVLayout | None, list[Expected]]:
         """The slices of ``notice`` that are still missing: those to verify. Duplicates are left out and counted.
+
+        With the landing's layout; None, and no slices, where the landing is over or fenced.
 
         InvalidRequest: the notice names slots, layers or token counts that its landing does not have.
         """
@@ -125,9 +129,10 @@ class Landings:
         known = claim is not None and (claim.landing.request, claim.landing.attempt) == (notice.request, notice.attempt)
         if claim is None or not known or claim.fenced:
             self._held.counted["notices_ignored"] += 1
-            return []
-        if not 0 <= notice.layer < self._layers:
-            raise InvalidRequest(f"notice: layer {notice.layer} of {self._layers}", param="layer")
+            return None, []
+        layers = claim.ask.layout.layers
+        if not 0 <= notice.layer < layers:
+            raise InvalidRequest(f"notice: layer {notice.layer} of {layers}", param="layer")
         out = []
         for piece in notice.slices:
             slot = self._held.slots.at(piece.region, piece.offset)
@@ -142,7 +147,7 @@ class Landings:
                 ref = self._held.slots.ref(target.slot, target.key)
                 out.append(Expected(notice.landing, target.slot, ref, target.block, target.valid, piece.digest))
         self._held.counted["slices_repeated"] += len(notice.slices) - len(out)
-        return out
+        return claim.ask.layout, out
 
     def misses(self, landing: int, slot: int, layer: int) -> bool:
         """Whether this slice may still land; one that landed before, or whose landing is over, is counted as late."""
@@ -162,7 +167,7 @@ class Landings:
         if not target.left:
             claim.incomplete -= 1
             if target.findable:
-                self._complete(target, now)
+                self._complete(claim, target, now)
 
     def rejected(self, landing: int, slot: int, layer: int) -> None:
         """A slice failed its digest: it stays missing, and its writer hears of it."""
@@ -175,11 +180,11 @@ class Landings:
         claim = self._claims.get(landing)
         if claim is None or claim.fenced:
             return None
-        missing, bad = [], []
+        missing, bad, layers = [], [], range(claim.ask.layout.layers)
         for target in claim.targets.values():
             if target.left:
-                missing += [(target.block, layer) for layer in range(self._layers) if target.left >> layer & 1]
-                bad += [(target.block, layer) for layer in range(self._layers) if target.bad >> layer & 1]
+                missing += [(target.block, layer) for layer in layers if target.left >> layer & 1]
+                bad += [(target.block, layer) for layer in layers if target.bad >> layer & 1]
         return missing, bad
 
     def settled(self, landing: int) -> bool:
@@ -187,25 +192,25 @@ class Landings:
         claim = self._claims.get(landing)
         return claim is None or claim.fenced or not claim.incomplete or any(t.bad for t in claim.targets.values())
 
-    def _complete(self, target: Target, now: float) -> None:
+    def _complete(self, claim: LandingClaim, target: Target, now: float) -> None:
         if target.parent is None or self._held.index.get(target.parent) is not None:
-            self._seal_chain([target], now)
+            self._seal_chain([(claim, target)], now)
         else:
-            self._orphans.setdefault(target.parent, []).append(target)
+            self._orphans.setdefault(target.parent, []).append((claim, target))
 
     def wake(self, key: bytes, now: float) -> None:
         """``key`` was sealed: so may its children that are complete and wait for it."""
         self._seal_chain(self._orphans.pop(key, []), now)
 
-    def _seal_chain(self, ready: list[Target], now: float) -> None:
+    def _seal_chain(self, ready: list[tuple[LandingClaim, Target]], now: float) -> None:
         """The first seal of a key wins. A loop, not a recursion: prompts are thousands of blocks long."""
         while ready:
-            target = ready.pop()
+            claim, target = ready.pop()
             self._stop_coming(target)
             if self._held.index.get(target.key) is not None:
                 self._held.counted["seals_lost"] += 1
                 continue
-            target.entry = self._held.seal(target.key, target.parent, target.slot, now)
+            target.entry = self._held.seal(target.key, target.parent, target.slot, claim.ask.layout, claim.ask.use, now)
             self._held.pin([target.entry], now)
             ready.extend(self._orphans.pop(target.key, []))
 
@@ -255,7 +260,7 @@ class Landings:
         for target in claim.targets.values():
             self._forget(target)
             if target.entry is None:
-                self._held.slots.fence(target.slot)
+                self._held.slots.fence([target.slot])
 
     def _forget(self, target: Target) -> None:
         """Nobody need wait for this target any more, nor it for its parent."""
@@ -263,10 +268,11 @@ class Landings:
         if target.parent is None:
             return
         waiting = self._orphans.get(target.parent, [])
-        if target in waiting:
-            waiting.remove(target)
-            if not waiting:
-                del self._orphans[target.parent]
+        left = [one for one in waiting if one[1] is not target]
+        if left:
+            self._orphans[target.parent] = left
+        elif waiting:
+            del self._orphans[target.parent]
 
     def _settle(self, claim: LandingClaim, now: float) -> None:
         """When writer and reader are both through, everything the landing held comes free."""
@@ -277,7 +283,7 @@ class Landings:
         for target in claim.targets.values():
             self._forget(target)
             if target.entry is None:
-                self._held.slots.release(target.slot)
+                self._held.slots.release([target.slot])
             else:
                 self._held.unpin([target.entry], now)
         self._held.unpin(claim.held + ([claim.anchor] if claim.anchor else []), now)

@@ -6,7 +6,7 @@ Silence fences, only proof frees. For a worker whose pidfd the agent holds, that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -15,7 +15,6 @@ from moonpool.core.config import TimingConfig
 from moonpool.core.errors import Busy, Failure, InvalidRequest, LayoutMismatch, MoonpoolError, PeerSilent
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.landing import Landing
-from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 from moonpool.kvstore.agent import Agent
 from moonpool.kvstore.claims import Life, Reach
@@ -33,7 +32,6 @@ class Lives:
     def __init__(
         self,
         member: Member,
-        layout: KVLayout,
         timing: TimingConfig,
         peers: Peers,
         pool: Pool,
@@ -42,9 +40,10 @@ class Lives:
         clock: Callable[[], float],
         changed: Callable[[], None],
         on_gone: OnGone | None,
+        cut: Callable[[Life], Awaitable[bool]],
     ) -> None:
+        """``cut`` ends what may still be on its way from a remote writer, where its carrier can do that."""
         self._member = member
-        self._layout = layout
         self._timing = timing
         self._peers = peers
         self._pool = pool
@@ -52,9 +51,11 @@ class Lives:
         self._clock = clock
         self._changed = changed
         self._on_gone = on_gone
+        self._cut = cut
         self.agent = Agent(agent_path, sessions.life, self._proved_dead)
         self._silent: dict[Life, asyncio.TimerHandle | None] = {}  # with the timer of the kill
-        self._leaving: dict[Life, asyncio.TimerHandle] = {}  # proved gone, their last bytes being polled out
+        self._clients: set[Life] = set()  # users of the library: no members of the cluster
+        self._leaving: dict[Life, asyncio.Task[None]] = {}  # proved gone, their last bytes being polled out
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -107,10 +108,26 @@ class Lives:
         life = Life(member.id, member.incarnation)
         self.require_live(life)
         for other in self._sessions:
-            if other.member.id == member.id and other.member.incarnation > member.incarnation:
-                raise PeerSilent(f"{member.id} has a newer life, {other.member.incarnation}", peer=member.id)
-        self._replace_older(member)
-        return self._sessions.open(member)
+            if other.life.member == member.id and other.life.incarnation > member.incarnation:
+                raise PeerSilent(f"{member.id} has a newer life, {other.life.incarnation}", peer=member.id)
+        self._replace_older(life, member.pid)
+        return self._sessions.open(life)
+
+    def admit_client(self, life: Life, pid: int, pidfd: int) -> NodeSession:
+        """Open the session of a library user, whose process ``pid`` is watched through ``pidfd`` from now on.
+
+        An older life of the same client is over: whoever comes back has stopped writing what it wrote before.
+        """
+        self._replace_older(life, pid)
+        self.agent.watch(life, pid, pidfd)
+        self._clients.add(life)
+        return self._sessions.open(life, beats=False)
+
+    def client_left(self, life: Life) -> None:
+        """Its connection ended. Its process is watched on only while it might still write."""
+        if life in self._clients and life not in self._pool.lives():
+            self._clients.discard(life)
+            self.agent.forget(life)
 
     def _require_kin(self, member: Member) -> None:
         if member.node != self._member.node:
@@ -119,20 +136,20 @@ class Lives:
                 param="node",
             )
         if member.layout is None:
-            raise LayoutMismatch(f"{member.id} names no KV layout; the store node has {self._layout.fingerprint}")
-        self._layout.require_same(member.layout, member.id)
+            raise LayoutMismatch(f"{member.id} names no KV layout; start it with a model")
+        self._pool.register(member.layout, member.id)
         mine, theirs = self._member.hash_key_id, member.hash_key_id
         if mine and theirs and mine != theirs:
             raise LayoutMismatch(f"hash key {mine} here, {theirs} at {member.id}; start both with the same cluster.key_file")
 
-    def _replace_older(self, member: Member) -> None:
+    def _replace_older(self, newer: Life, pid: int) -> None:
         """A newer life ends the older ones. Their death is taken as proved, unless a pidfd of another process says no."""
         for session in self._sessions:
-            if session.life.member == member.id and session.life.incarnation < member.incarnation:
-                self._sessions.end(session, f"{member.id} has a newer life")
+            if session.life.member == newer.member and session.life.incarnation < newer.incarnation:
+                self._sessions.end(session, f"{newer.member} has a newer life")
         for life in self._pool.lives() | self.agent.lives() | set(self._silent):
-            if life.member == member.id and life.incarnation < member.incarnation:
-                if self.agent.is_process(life, member.pid):
+            if life.member == newer.member and life.incarnation < newer.incarnation:
+                if self.agent.is_process(life, pid):
                     self.agent.forget(life)  # it dropped everything before it came back under a new number
                 if not self.agent.knows(life):
                     self._gone(life, "replaced by a newer life")
@@ -143,15 +160,16 @@ class Lives:
 
     def session_ended(self, session: NodeSession) -> None:
         if session.why is not None:
-            log.warning("session_ended", member=session.member.id, why=session.why.message)
+            log.warning("session_ended", member=session.life.member, why=session.why.message)
         self._pool.session_ended(session.number, self._clock())
         self._changed()
 
     def _proved_dead(self, life: Life) -> None:
         """The agent saw its process end."""
         proof = "its process ended (pidfd)"
+        member = life not in self._clients
         self._gone(life, proof)
-        if self._on_gone is not None:
+        if member and self._on_gone is not None:
             self._on_gone(life.member, life.incarnation, proof)
 
     def _peer_changed(self, change: MemberChange) -> None:
@@ -160,7 +178,7 @@ class Lives:
             return
         if change.liveness is Liveness.LIVE:
             self._forget_silence(life)
-            self._replace_older(change.member)
+            self._replace_older(life, change.member.pid)
             self._changed()
         elif change.liveness is Liveness.SILENT:
             self._fall_silent(life, change.proof, self._timing.kill_after_ms)
@@ -188,12 +206,18 @@ class Lives:
 
     def _gone(self, life: Life, proof: str) -> None:
         self._forget_silence(life)
+        self._clients.discard(life)
         mine = [c for c in self._pool.landings if c.writer_open and c.ask.writer == life]
         if all(claim.ask.reach is Reach.MAPPED for claim in mine):
             self._free(life, proof)
         elif life not in self._leaving:
-            self._leaving[life] = asyncio.get_running_loop().call_later(LAST_BYTES_S, self._free, life, proof)
+            self._leaving[life] = asyncio.create_task(self._leave(life, proof), name=f"last bytes of {life.member}")
             self._changed()
+
+    async def _leave(self, life: Life, proof: str) -> None:
+        await asyncio.sleep(LAST_BYTES_S)
+        await self._cut(life)
+        self._free(life, proof)
 
     def _free(self, life: Life, proof: str) -> None:
         self._leaving.pop(life, None)

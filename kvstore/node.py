@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from moonpool.core.blocks import load_hash_key
 from moonpool.core.config import Config
 from moonpool.core.errors import Busy, Failure, InvalidRequest, TransferFailed
 from moonpool.core.events import IndexSnapshot
@@ -23,9 +24,13 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member, Peers, WorkerReport
 from moonpool.kvstore.agent import socket_path
 from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.compressing import Compressor
+from moonpool.kvstore.eviction.make import make_policy
 from moonpool.kvstore.fetching import Fetcher, Moved, Push, PushOrder
+from moonpool.kvstore.host_face import HostFace
 from moonpool.kvstore.lives import Lives, OnGone
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
+from moonpool.kvstore.objects import names_key
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.receiving import Receiving
@@ -63,20 +68,33 @@ class StoreNode:
         self.peers = peers
         self.regions = regions
         self.clock = time.monotonic
-        self.slots = SlotMap(layout.slot_bytes, regions.slots_per_region, self._poison if config.engine.poison else None)
-        self.pool = Pool(member.node, member.incarnation, self.slots, layout.layers, layout.block_tokens)
-        self.verifier = Verifier(self.pool, layout, regions.views, self.clock, self._tell_landed, self.changed)
+        poison = self._poison if config.engine.poison else None
+        self.slots = SlotMap([region.size for region in regions.files], poison, self._move)
+        self.pool = Pool(member.node, member.incarnation, self.slots, make_policy(config.store.eviction))
+        self.pool.register(layout)
+        self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.receiving = Receiving(member, self.pool, self.clock)
         self.sessions = Sessions(config.timing.silent_after_ms / 1e3, self.clock, self._session_ended)
         agent_path = socket_path(config.state_dir(Path.home()), member.node)
         self.lives = Lives(
-            member, layout, config.timing, peers, self.pool, self.sessions, agent_path, self.clock, self.changed, on_gone
+            member,
+            config.timing,
+            peers,
+            self.pool,
+            self.sessions,
+            agent_path,
+            self.clock,
+            self.changed,
+            on_gone,
+            self.receiving.cut,
         )
         self.pusher = Pusher(member, layout, regions.views, config.transfer)
         self.fetcher = Fetcher(self, push or self._push)
+        self.compressor = Compressor(self)
         self.spreader = Spreader(self, config.store.replicate_after)
         self.leaving = Leaving(self)
+        self.host_face: HostFace | None = None
         self._flush: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -124,6 +142,8 @@ class StoreNode:
         for receiver in made:
             await asyncio.to_thread(receiver.register, self.regions.files, self.regions.views)
         self.lives.start()
+        hash_key = await asyncio.to_thread(load_hash_key, self.config.key_file(Path.home()))
+        self.host_face = HostFace(self, names_key(hash_key))
         self.spawn(self.sessions.watch())
 
     def add_to(self, server: Any) -> None:
@@ -161,8 +181,12 @@ class StoreNode:
         return self.pool.snapshot()
 
     def _poison(self, slot: int) -> None:
-        ref = self.slots.ref(slot, b"")
-        self.regions.views[ref.region][ref.offset : ref.offset + self.layout.slot_bytes] = POISON
+        region, offset = self.slots.place(slot)
+        self.regions.views[region][offset : offset + self.slots.size(slot)] = POISON
+
+    def _move(self, slot: int, to: int) -> None:
+        (region, offset), (to_region, to_offset), size = self.slots.place(slot), self.slots.place(to), self.slots.size(slot)
+        self.regions.views[to_region][to_offset : to_offset + size] = self.regions.views[region][offset : offset + size]
 
     # Landings.
 
@@ -210,7 +234,7 @@ class StoreNode:
         self.sessions.tell(reader, pb.store.StoreMessage(landed=to_wire(landed, pb.types.Landed())))
 
     async def _push(self, order: PushOrder) -> Moved:
-        drained = await self.pusher.push_blocks(order.landing, order.targets, order.target_address, order.blocks)
+        drained = await self.pusher.push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     async def remake(self) -> Endpoint:
@@ -233,12 +257,14 @@ class StoreNode:
 
     def _session_ended(self, session: NodeSession) -> None:
         self.lives.session_ended(session)
+        if self.host_face is not None:
+            self.host_face.session_ended(session)
 
     # core.membership.Service
 
     def numbers(self) -> dict[str, float]:
         agent = self.lives.agent
-        own = {
+        own: dict[str, float] = {
             "sessions": len(self.sessions),
             "watchers": len(self.watchers),
             "watchers_cut": self.watchers.cut,
@@ -247,14 +273,17 @@ class StoreNode:
             "slices_pending": self.verifier.pending,
             "bytes_landed": self.verifier.bytes_landed.total(),
             "bytes_sent": self.pusher.bytes_sent(),
-            "pool_bytes": self.slots.total * self.layout.slot_bytes,
         }
+        if self.host_face is not None:
+            own |= self.host_face.numbers()
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
-        parts = (self.pool, self.receiving, self.fetcher, self.spreader, self.leaving)
+        parts = (self.pool, self.receiving, self.fetcher, self.spreader, self.leaving, self.compressor)
         return own | landed | {name: value for part in parts for name, value in part.numbers().items()}
 
     def words(self) -> dict[str, str]:
         out = {"layout": self.layout.fingerprint, "agent_socket": str(self.lives.agent.path)}
+        if self.host_face is not None:
+            out["store_socket"] = str(self.host_face.path)
         out |= self.receiving.words()
         if sent := self.pusher.carriers():
             out["carriers_sent"] = sent
@@ -270,6 +299,8 @@ class StoreNode:
         self._closed = True
         for session in self.sessions:
             self.sessions.end(session, f"the store node of {self.member.node} is leaving")
+        if self.host_face is not None:
+            self.host_face.close()
         self.lives.close()
         self.watchers.close()
         for task in self._tasks:

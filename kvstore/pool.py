@@ -15,19 +15,43 @@ from collections.abc import Sequence
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import Landing, Ticket
+from moonpool.core.layout import KVLayout
+from moonpool.core.use import Use
 from moonpool.kvstore.claims import Life, Reach, Reservation, ReservationClaim, Reserved, TicketClaim
+from moonpool.kvstore.eviction.policy import EvictionPolicy
 from moonpool.kvstore.holdings import Holdings
 from moonpool.kvstore.landings import Landings
-from moonpool.kvstore.slots import SlotMap, SlotState
+from moonpool.kvstore.slots import SlotMap
 
 
 class Pool:
-    def __init__(self, node: NodeId, incarnation: Incarnation, slots: SlotMap, layers: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        incarnation: Incarnation,
+        slots: SlotMap,
+        policy: EvictionPolicy,
+        ssd_policy: EvictionPolicy | None = None,
+    ) -> None:
         self.slots = slots
         self.held = Holdings(node, incarnation, slots)
-        self.landings = Landings(self.held, layers, block_tokens)
+        self.landings = Landings(self.held)
         self._reservations: dict[int, ReservationClaim] = {}
         self._tickets: dict[int, TicketClaim] = {}
+
+    # Layouts.
+
+    def register(self, layout: KVLayout, who: str = "the caller") -> None:
+        """Blocks of this layout may be stored from now on; again is a no-op. Other models live side by side.
+
+        LayoutMismatch, with both values: this model is known with another block size or shape, or its blocks are larger
+        than a region.
+        """
+        self.held.register(layout, who)
+
+    def layout(self, fingerprint: str) -> KVLayout:
+        """LayoutMismatch, naming what is registered, where this one is not."""
+        return self.held.layout(fingerprint)
 
     # Reading.
 
@@ -35,9 +59,9 @@ class Pool:
         """How many leading blocks are here. Pins nothing, and does not count as a use."""
         return len(self.held.index.leading(keys))
 
-    def pin(self, session: int, keys: Sequence[bytes], now: float) -> Ticket:
+    def pin(self, session: int, keys: Sequence[bytes], use: Use, now: float, layout: str = "") -> Ticket:
         """A ticket on the leading blocks that are here; with none of them there is nothing to unpin."""
-        entries = self.held.index.leading(keys)
+        entries = self.held.leading(keys, layout)
         ticket = TicketClaim(self.held.next_id(), session, entries)
         self.held.pin(entries, now)
         if entries:
@@ -67,7 +91,7 @@ class Pool:
         before = len(index)
         if keys is None:
             while (entry := index.evict()) is not None:
-                self.slots.release(entry.slot)
+                self.slots.release([entry.slot])
             return before - len(index), len(index)
         kept = 0
         for key in keys:
@@ -80,11 +104,22 @@ class Pool:
 
     # Publishing.
 
-    def reserve(self, session: int, writer: Life, keys: Sequence[bytes], parent: bytes | None, now: float) -> list[Reservation]:
+    def reserve(
+        self,
+        session: int,
+        writer: Life,
+        layout: KVLayout,
+        keys: Sequence[bytes],
+        parent: bytes | None,
+        use: Use,
+        now: float,
+    ) -> list[Reservation]:
         """One answer per key. ``keys`` follow one another; ``parent`` comes before the first (None: it begins a sequence).
 
         A new block's parent is pinned until it is sealed or abandoned, so that making room cannot evict it.
+        LayoutMismatch: the layout is not registered here.
         """
+        self.held.layout(layout.fingerprint).require_same(layout, writer.member)
         parents = (parent, *keys[:-1])
         states = self._states(keys, parent)
         index = self.held.index
@@ -93,11 +128,11 @@ class Pool:
             for above, state in zip(parents, states, strict=True)
         ]
         self.held.pin([anchor for anchor in anchors if anchor], now)
-        slots = self.held.take(min(states.count(Reserved.NEW), self.held.room))[::-1]
+        slots = self.held.take_some(layout.slot_bytes, states.count(Reserved.NEW))[::-1]
         out = []
         for key, above, state, anchor in zip(keys, parents, states, anchors, strict=True):
             if state is Reserved.NEW and slots:
-                claim = ReservationClaim(self.held.next_id(), session, writer, slots.pop(), key, above, anchor)
+                claim = ReservationClaim(self.held.next_id(), session, writer, layout, use, slots.pop(), key, above, anchor)
                 self._reservations[claim.id] = claim
                 self.held.expect(key)
                 out.append(Reservation(key, state, self.slots.ref(claim.slot, key), claim.id))
@@ -140,7 +175,7 @@ class Pool:
                 self._free(claim, now)
                 continue
             self._close(claim, now)
-            self.held.seal(claim.key, claim.parent, claim.slot, now)
+            self.held.seal(claim.key, claim.parent, claim.slot, claim.layout, claim.use, now)
             self.landings.wake(claim.key, now)
             sealed += 1
         return sealed
@@ -167,7 +202,7 @@ class Pool:
 
     def _free(self, claim: ReservationClaim, now: float) -> None:
         self._close(claim, now)
-        self.slots.release(claim.slot)
+        self.slots.release([claim.slot])
 
     # Lives and proofs.
 
@@ -179,7 +214,7 @@ class Pool:
         for claim in self._reservations.values():
             if claim.session == session and not claim.fenced:
                 claim.fenced = True
-                self.slots.fence(claim.slot)
+                self.slots.fence([claim.slot])
                 self.held.expect_no_more(claim.key)
         for landing in self.landings:
             if landing.ask.reader == session:
@@ -246,11 +281,21 @@ class Pool:
         """Call with all events taken."""
         return self.held.log.snapshot(self.held.index.keys())
 
+    @property
+    def evictable_bytes(self) -> int:
+        """Of DRAM: what making room could give, beside what is free."""
+        return self.held.evictable_bytes
+
     def numbers(self) -> dict[str, float]:
         counts = self.slots.counts
-        out: dict[str, float] = {f"slots_{state}": counts[state] for state in SlotState}
+        out: dict[str, float] = {f"slots_{state}": counts[state] for state in counts}
+        sizes = {layout.slot_bytes for layout in self.held.layouts.values()}
         out |= {
-            "slots_total": self.slots.total,
+            "slots_free": max(map(self.slots.free, sizes), default=0),
+            "slots_total": max(map(self.slots.total, sizes), default=0),
+            "pool_bytes": self.slots.total_bytes,
+            "pool_free_bytes": self.slots.free_bytes,
+            "layouts": len(self.held.layouts),
             "blocks_findable": len(self.held.index),
             "blocks_evictable": self.held.index.evictable,
             "pins": self.held.pins,

@@ -93,10 +93,15 @@ class Pusher:
             parent=parent or b"",
         )
         to_wire(attempt.request.use, request.use)
-        return await self._open(target, await target.grant(request))
+        return await self._open(target, await target.grant(request), self._layout)
 
     async def push_blocks(
-        self, landing: Landing, offered: Sequence[Endpoint], address: str, blocks: Sequence[tuple[SlotRef, LandingSlot]]
+        self,
+        landing: Landing,
+        offered: Sequence[Endpoint],
+        address: str,
+        layout: KVLayout,
+        blocks: Sequence[tuple[SlotRef, LandingSlot]],
     ) -> Drained:
         """Push sealed slots of our regions into slots of ``landing`` at the node of ``address``; returns when drained.
 
@@ -113,9 +118,9 @@ class Pusher:
         known = target.endpoint
         if known is None or (known.generation <= endpoint.generation and known.agent_name != endpoint.agent_name):
             target.adopt(endpoint, landing.incarnation)
-        work = await self._open(target, landing)
+        work = await self._open(target, landing, layout)
         pairs = [(to.block, source) for source, to in blocks]
-        for layer in range(self._layout.layers):
+        for layer in range(layout.layers):
             try:
                 await asyncio.to_thread(work.push_slots, 0, layer, pairs)
             except BaseException:  # nobody else would say that this writer is through
@@ -126,7 +131,7 @@ class Pusher:
             raise work.failure.to_exception()
         return drained
 
-    async def _open(self, target: PushTarget, landing: Landing) -> PushLanding:
+    async def _open(self, target: PushTarget, landing: Landing, layout: KVLayout) -> PushLanding:
         """``landing``, connected or about to be; given back where its node's endpoint is not to be had."""
         try:
             endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
@@ -134,7 +139,7 @@ class Pusher:
             with suppress(MoonpoolError):  # the node fences the slots when it finds this writer gone
                 await target.drain(landing.id)
             raise
-        return PushLanding(landing, self._layout, self._memories, target, endpoint)
+        return PushLanding(landing, layout, self._memories, target, endpoint)
 
     async def _target(self, carriers: Sequence[str], name: str, address: str, incarnation: Incarnation) -> PushTarget:
         self._loop = asyncio.get_running_loop()

@@ -125,8 +125,9 @@ class Receiving:
     async def cut(self, writer: Life) -> bool:
         """Whether nothing that ``writer`` posted before can land any more. A healthy one connects again."""
         ends = [await receiver.cut(writer) for receiver in self.receivers]
-        self.cuts += 1
-        return bool(ends) and all(ends)
+        done = bool(ends) and all(ends)
+        self.cuts += done
+        return done
 
     def poll_as_needed(self, frozen: Callable[[Life], bool]) -> None:
         """Open once for every landing that may be filled through a carrier, unless it is ``frozen``: then nothing comes."""

@@ -8,12 +8,13 @@ from typing import Any
 
 import grpc
 
-from moonpool.core.errors import InvalidRequest, LayoutMismatch, MoonpoolError
+from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
-from moonpool.kvstore.checks import MAX_KEYS, checked_key, checked_keys
+from moonpool.core.use import Use
+from moonpool.kvstore.checks import MAX_KEYS, checked_key, checked_keys, checked_use
 from moonpool.kvstore.claims import LandingAsk, Life, Reserved
 from moonpool.kvstore.fetching import DRAIN_S, require_target
 from moonpool.kvstore.node import StoreNode
@@ -94,13 +95,13 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     def _ask(self, request: pb.store.GrantRequest) -> LandingAsk:
         node = self._node
-        node.layout.require_same(from_wire(request.layout, KVLayout), request.writer)
+        layout = self._layout(request.layout, request.writer)
         keys = checked_keys(request.keys)
         if not request.request or len(request.request) > MAX_NAME or not request.writer or len(request.writer) > MAX_NAME:
             raise InvalidRequest(f"grant: request and writer are names of 1 to {MAX_NAME} characters", param="request")
-        if request.tail_valid >= node.layout.block_tokens:
+        if request.tail_valid >= layout.block_tokens:
             raise InvalidRequest(
-                f"tail_valid: {request.tail_valid} tokens are no unfinished block of {node.layout.block_tokens}",
+                f"tail_valid: {request.tail_valid} tokens are no unfinished block of {layout.block_tokens}",
                 param="tail_valid",
             )
         writer = Life(MemberId(request.writer), Incarnation(request.writer_incarnation))
@@ -113,13 +114,21 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             request.attempt,
             writer,
             reader,
+            layout,
             keys,
             request.first_block,
             request.tail_valid,
             checked_key(request.parent) if request.parent else None,
             node.lives.reach(writer),
             node.receiving.generation,
+            checked_use(from_wire(request.use, Use)),
         )
+
+    def _layout(self, message: pb.types.KVLayout, who: str) -> KVLayout:
+        """The layout of whoever calls, known to the pool from now on. LayoutMismatch where it cannot be."""
+        layout = from_wire(message, KVLayout)
+        self._pool.register(layout, who)
+        return layout
 
     async def Notify(self, request: pb.store.NotifyRequest, context: Any) -> pb.types.Empty:
         """Answers when the slices are verified: a same-host writer is slowed down to what the node can check."""
@@ -158,8 +167,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     async def _keys(self, request: pb.store.KeysRequest, context: Any) -> tuple[bytes, ...]:
         try:
-            if request.layout and request.layout != self._node.layout.fingerprint:
-                raise LayoutMismatch(f"KV layout {self._node.layout.fingerprint} here, {request.layout} asked for")
+            self._pool.layout(request.layout or self._node.layout.fingerprint)
             return checked_keys(request.keys)
         except MoonpoolError as e:
             await abort(context, e)
@@ -175,8 +183,11 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     async def Pin(self, request: pb.store.KeysRequest, context: Any) -> pb.store.PinReply:
         keys = await self._keys(request, context)
-        session = await self._session(request.session, context)
-        ticket = self._pool.pin(session.number, keys, self._node.clock())
+        use = checked_use(from_wire(request.use, Use))
+        if request.load_ms:
+            keys = await self._node.compressor.readable(keys, use, min(request.load_ms, MAX_WAIT_MS) / 1e3)
+        session = await self._session(request.session, context)  # after what took time: it may be over by now
+        ticket = self._pool.pin(session.number, keys, use, self._node.clock(), request.layout)
         return pb.store.PinReply(ticket=to_wire(ticket, pb.types.Ticket()))
 
     async def Unpin(self, request: pb.store.UnpinRequest, context: Any) -> pb.types.Empty:
@@ -199,7 +210,9 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         if self._node.leaving.begun:
             reply.reservations.extend(pb.store.Reservation(key=key, state=Reserved.FULL) for key in keys)
             return reply
-        for one in self._pool.reserve(session.number, session.life, keys, parent, self._node.clock()):
+        layout = self._pool.layout(request.layout or self._node.layout.fingerprint)
+        use = checked_use(from_wire(request.use, Use))
+        for one in self._pool.reserve(session.number, session.life, layout, keys, parent, use, self._node.clock()):
             item = reply.reservations.add(key=one.key, state=one.state, id=one.id)
             if one.slot is not None:
                 to_wire(one.slot, item.slot)
@@ -220,10 +233,16 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     async def Fetch(self, request: pb.store.FetchRequest, context: Any) -> pb.store.FetchReply:
         try:
-            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the worker")
+            layout, use = self._layout(request.layout, "the worker"), checked_use(from_wire(request.use, Use))
             session = self._node.sessions.get(request.session)
             ticket, moved = await self._node.fetcher.fetch(
-                session.number, checked_keys(request.keys), NodeId(request.node), request.address, request.deadline_ms / 1e3
+                session.number,
+                layout,
+                checked_keys(request.keys),
+                NodeId(request.node),
+                request.address,
+                request.deadline_ms / 1e3,
+                use,
             )
         except MoonpoolError as e:
             await abort(context, e)
@@ -231,21 +250,23 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     async def PushTo(self, request: pb.store.PushToRequest, context: Any) -> pb.store.PushToReply:
         try:
-            self._node.layout.require_same(from_wire(request.layout, KVLayout), request.target_address)
+            layout = self._layout(request.layout, request.target_address)
             landing = from_wire(request.landing, Landing)
             targets = [from_wire(one, Endpoint) for one in request.targets[:MAX_CARRIERS]]
             for one in targets:
                 require_target(landing, one)
             checked_keys([slot.slot.key for slot in landing.slots])
             left_s = context.time_remaining() or DRAIN_S
-            moved = await self._node.fetcher.push_to(landing, targets, request.target_address, left_s, replica=request.replica)
+            moved = await self._node.fetcher.push_to(
+                landing, layout, targets, request.target_address, left_s, replica=request.replica
+            )
         except MoonpoolError as e:
             await abort(context, e)
         return pb.store.PushToReply(bytes=moved.bytes, carrier=moved.carrier)
 
     async def Endpoint(self, request: pb.store.EndpointRequest, context: Any) -> pb.store.EndpointReply:
         try:
-            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the writer")
+            self._layout(request.layout, request.writer or "the writer")
             writer = Life(MemberId(request.writer), Incarnation(request.writer_incarnation)) if request.writer else None
             endpoint = await self._node.receiving.endpoint(request.carriers[:MAX_CARRIERS], writer)
         except MoonpoolError as e:

@@ -29,14 +29,12 @@ class Verifier:
     def __init__(
         self,
         pool: Pool,
-        layout: KVLayout,
         views: Sequence[NDArray[np.uint8]],
         clock: Callable[[], float],
         on_landed: Callable[[int | None, Landed], None],
         changed: Callable[[], None],
     ) -> None:
         self._pool = pool
-        self._layout = layout
         self._views = views
         self._clock = clock
         self._on_landed = on_landed
@@ -54,29 +52,29 @@ class Verifier:
                 notice = decode_notice(frame)
             else:
                 notice = await loop.run_in_executor(self._threads, decode_notice, frame)
-            expected = self._pool.landings.expected(notice)
+            layout, expected = self._pool.landings.expected(notice)
         except InvalidRequest:
             self._pool.held.counted["notices_malformed"] += 1
             raise
-        if not expected:
+        if layout is None or not expected:
             return
         if self.pending + len(expected) > PENDING:
             self._pool.held.counted["notices_dropped"] += 1
             return
         self.pending += len(expected)
         try:
-            right = await loop.run_in_executor(self._threads, self._check, expected, notice.layer)
+            right = await loop.run_in_executor(self._threads, self._check, layout, expected, notice.layer)
         finally:
             self.pending -= len(expected)
-        self._settle(notice, expected, right, carrier)
+        self._settle(notice, layout, expected, right, carrier)
 
-    def _check(self, expected: list[Expected], layer: int) -> list[bool]:
+    def _check(self, layout: KVLayout, expected: list[Expected], layer: int) -> list[bool]:
         return [
-            slices.is_right(self._layout, self._views[e.ref.region], e.ref.offset, layer, e.ref.key, e.valid, e.digest)
+            slices.is_right(layout, self._views[e.ref.region], e.ref.offset, layer, e.ref.key, e.valid, e.digest)
             for e in expected
         ]
 
-    def _settle(self, notice: PushNotice, expected: list[Expected], right: list[bool], carrier: str) -> None:
+    def _settle(self, notice: PushNotice, layout: KVLayout, expected: list[Expected], right: list[bool], carrier: str) -> None:
         landings = self._pool.landings
         claim = landings.get(notice.landing)
         reader = None if claim is None else claim.ask.reader
@@ -89,10 +87,10 @@ class Verifier:
             elif landings.misses(notice.landing, one.slot, notice.layer):
                 # Here and not in the thread: the slot may have changed hands while its bytes were being read.
                 view = self._views[one.ref.region]
-                slices.mark(self._layout, view, one.ref.offset, notice.layer, one.valid, one.digest)
+                slices.mark(layout, view, one.ref.offset, notice.layer, one.valid, one.digest)
                 landings.landed(notice.landing, one.slot, notice.layer, now)
                 blocks.append(one.block)
-                self.bytes_landed[carrier] += sum(length for _, length in self._layout.pieces(one.valid))
+                self.bytes_landed[carrier] += sum(length for _, length in layout.pieces(one.valid))
         if blocks:
             self._on_landed(
                 reader,

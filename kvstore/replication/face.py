@@ -9,7 +9,8 @@ import numpy as np
 from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
-from moonpool.kvstore.checks import checked_keys
+from moonpool.core.use import Use
+from moonpool.kvstore.checks import checked_keys, checked_use
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import abort
@@ -27,11 +28,14 @@ class ReplicationCalls:
 
     async def Replicate(self, request: pb.store.ReplicateRequest, context: Any) -> pb.store.ReplicateReply:
         try:
-            self._node.layout.require_same(from_wire(request.layout, KVLayout), "the caller")
+            layout = from_wire(request.layout, KVLayout)
+            self._node.pool.register(layout)
             keys, deadline_s = checked_keys(request.keys), checked_deadline(request.deadline_ms) / 1e3
             if request.node == self._node.member.node:
                 raise InvalidRequest(f"node: {request.node} is this node; name the one that has the blocks", param="node")
-            blocks, moved = await self._node.fetcher.replicate(keys, NodeId(request.node), deadline_s)
+            blocks, moved = await self._node.fetcher.replicate(
+                layout, keys, NodeId(request.node), deadline_s, checked_use(from_wire(request.use, Use))
+            )
         except MoonpoolError as e:
             await abort(context, e)
         return pb.store.ReplicateReply(blocks=blocks, bytes=moved.bytes, carrier=moved.carrier)
@@ -45,8 +49,8 @@ class ReplicationCalls:
         found = np.fromiter((here.get(key) is not None for key in keys), bool, len(keys))
         return pb.store.ExistsReply(
             bits=np.packbits(found, bitorder="little").tobytes(),
-            free_bytes=slots.free * slots.slot_bytes,
-            evictable_bytes=here.evictable * slots.slot_bytes,
+            free_bytes=slots.free_bytes,
+            evictable_bytes=self._node.pool.evictable_bytes,
             leaving=self._node.leaving.begun,
         )
 

@@ -66,17 +66,18 @@ class Leaving:
         return self.moved_out
 
     def _blocks(self) -> list[Block]:
-        index, size = self._node.pool.held.index, self._node.slots.slot_bytes
+        index = self._node.pool.held.index
         entries = map(index.get, index.keys())
-        return [Block(entry.key, entry.parent, entry.used, size) for entry in entries if entry is not None]
+        return [Block(e.key, e.parent, e.used, e.layout.slot_bytes) for e in entries if e is not None]
 
     async def _copy(self, work: Sequence[Piece], size: dict[bytes, int], rooms: list[Room], end: float) -> None:
         rooms = list(rooms)
         for piece in work:
-            if self._node.pool.lookup(piece.path) < len(piece.path):
+            last = self._node.pool.held.index.get(piece.path[-1])
+            if last is None:
                 continue  # withdrawn or evicted since
             while (left := end - self._node.clock()) > 0 and (to := least_to_move(rooms, piece.path, size)) is not None:
-                blocks, moved = await self._others.replicate(to, piece.path, self._node.layout, left)
+                blocks, moved = await self._others.replicate(to, piece.path, last.layout, left)
                 to.took(piece.path[:blocks], moved)
                 if blocks == len(piece.path):
                     break

@@ -61,13 +61,17 @@ class Spreader:
         if not path:
             return
         self._heat.forget(path)
-        sizes = dict.fromkeys(path, self._node.slots.slot_bytes)
+        known = self._node.pool.held.index.get(last)
+        if known is None:
+            return
+        layout = known.layout
+        sizes = dict.fromkeys(path, layout.slot_bytes)
         to = most_room(await self._others.rooms(path), path, sizes)
         if to is None:
             return
         self.copies += 1
         for end in range(PIECE, len(path) + PIECE, PIECE):
-            blocks, moved = await self._others.replicate(to, path[:end], self._node.layout, COPY_S)
+            blocks, moved = await self._others.replicate(to, path[:end], layout, COPY_S)
             self.bytes += moved
             await asyncio.sleep(moved / BYTES_PER_S)
             if blocks < min(end, len(path)):

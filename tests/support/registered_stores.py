@@ -63,7 +63,7 @@ async def _node(cluster: StoreCluster, name: str, network: MemoryNetwork, hash_k
             pushers.append(
                 Pusher(node.member, LAYOUT, views, transfer, senders=lambda _, __, given, ___: network.sender(given))
             )
-        drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.blocks)
+        drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     server = grpc.aio.server()
@@ -72,7 +72,12 @@ async def _node(cluster: StoreCluster, name: str, network: MemoryNetwork, hash_k
     peers = Membership(cluster.registry, cluster.settings.timing, lambda why, replaced: None)
     try:
         node = await StoreNode.start(
-            cluster.settings, me, LAYOUT, peers, receivers=lambda _, who, heard: [network.receiver(who, heard("memory"))], push=push
+            cluster.settings,
+            me,
+            LAYOUT,
+            peers,
+            receivers=lambda _, who, heard: [network.receiver(who, heard("memory"))],
+            push=push,
         )
         node.add_to(server)
         await server.start()

@@ -87,7 +87,7 @@ async def _push_from(stack: AsyncExitStack, store: StoreNode, config: Config) ->
     stack.push_async_callback(pusher.close)
 
     async def push(order: PushOrder) -> Moved:
-        drained = await pusher.push_blocks(order.landing, order.targets, order.target_address, order.blocks)
+        drained = await pusher.push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     store.fetcher._push = push

@@ -91,7 +91,7 @@ async def _open(made: Stores, stack: AsyncExitStack, settings: Any, name: str) -
             node = made.nodes[name]
             senders = lambda _, __, given, ___: made.network.sender(given)  # noqa: E731
             pushers.append(Pusher(node.member, LAYOUT, node.regions.views, settings.transfer, senders=senders))
-        drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.blocks)
+        drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     parts = {"receivers": lambda _, who, heard: [made.network.receiver(who, heard("memory"))], "push": push}

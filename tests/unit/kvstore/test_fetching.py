@@ -78,7 +78,7 @@ async def scene(folder: Path, faults: Faults | None = None, *, slots: int = 16) 
                 senders=lambda _, __, given, ___: network.sender(given),
             )
         pusher = pushers[node.member.node]
-        drained = await pusher.push_blocks(order.landing, order.targets, order.target_address, order.blocks)
+        drained = await pusher.push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
     parts = {"receivers": lambda _, who, heard: [network.receiver(who, heard("memory"))], "push": push}

@@ -8,13 +8,18 @@ from moonpool.core.errors import Busy, InvalidRequest
 from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing, LandingSlot, PushNotice, SliceNotice
+from moonpool.core.layout import KVLayout
+from moonpool.core.use import Use
 from moonpool.kvstore.claims import LandingAsk, Life, Reach, Reserved
+from moonpool.kvstore.eviction.lru import Lru
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.slots import SlotMap, SlotState
 
-LAYERS = 2
+LAYERS, SLOT = 2, 4096
+LAYOUT = KVLayout("m", layers=LAYERS, kv_heads=1, head_dim=4, dtype="float32", block_tokens=16)  # slots of 4096 bytes
 WRITER = Life(MemberId("prefill-0"), Incarnation(1))
 OTHER = Life(MemberId("prefill-1"), Incarnation(1))
+USE = Use()
 READER, PUBLISHER = 1, 2
 
 
@@ -23,11 +28,13 @@ def keys(n: int, name: str = "k") -> tuple[bytes, ...]:
 
 
 def pool_of(slots: int) -> Pool:
-    return Pool(NodeId("n"), Incarnation(1), SlotMap(4096, [slots]), LAYERS, 16)
+    pool = Pool(NodeId("n"), Incarnation(1), SlotMap([4096 * slots]), Lru())
+    pool.register(LAYOUT)
+    return pool
 
 
 def ask(name: str, blocks: tuple[bytes, ...], writer: Life = WRITER, **rest: object) -> LandingAsk:
-    return LandingAsk(RequestId(name), 1, writer, READER, blocks, **rest)  # type: ignore[arg-type]
+    return LandingAsk(RequestId(name), 1, writer, READER, LAYOUT, blocks, **rest)  # type: ignore[arg-type]
 
 
 def slot_of(pool: Pool, slot: LandingSlot) -> int:
@@ -45,7 +52,7 @@ def land(pool: Pool, landing: Landing, blocks: set[int] | None = None) -> None:
 
 
 def store(pool: Pool, blocks: tuple[bytes, ...], now: float = 1.0) -> None:
-    made = pool.reserve(PUBLISHER, WRITER, blocks, None, now)
+    made = pool.reserve(PUBLISHER, WRITER, LAYOUT, blocks, None, USE, now)
     assert pool.seal(PUBLISHER, [one.id for one in made], now) == len(blocks)
 
 
@@ -69,7 +76,7 @@ def test_the_tail_is_never_findable_and_its_slot_comes_free() -> None:
     assert pool.lookup([*keys(2), tail.slot.key]) == 2
     pool.landings.drained(landing.id, WRITER, 2.0)
     pool.landings.end(landing.id, 2.0)
-    assert pool.slots.counts[SlotState.FREE] == 1
+    assert pool.slots.free(SLOT) == 1
     assert pool.slots.counts[SlotState.SEALED] == 2
 
 
@@ -107,7 +114,7 @@ def test_two_landings_of_one_prompt_both_get_slots_and_the_first_seal_wins() -> 
     pool.landings.end(first.id, 2.0)
     assert pool.slots.counts[SlotState.FENCED] == 2, "the loser's writer has not drained"
     pool.landings.drained(first.id, WRITER, 2.0)
-    assert pool.slots.counts[SlotState.FREE] == 2
+    assert pool.slots.free(SLOT) == 2
     assert pool.lookup(keys(2)) == 2
 
 
@@ -139,7 +146,7 @@ def test_a_late_drain_frees_what_was_fenced_and_a_strangers_does_not() -> None:
     assert not pool.landings.drained(landing.id, Life(WRITER.member, Incarnation(2)), 3.0)
     assert pool.slots.counts[SlotState.FENCED] == 2
     assert pool.landings.drained(landing.id, WRITER, 3.0)
-    assert pool.slots.counts[SlotState.FREE] == 2
+    assert pool.slots.free(SLOT) == 2
 
 
 def test_making_the_endpoint_anew_proves_nothing_about_a_writer_that_maps_the_region() -> None:
@@ -152,7 +159,7 @@ def test_making_the_endpoint_anew_proves_nothing_about_a_writer_that_maps_the_re
     assert pool.endpoint_remade(pool.fenced_remote(), 3.0) == 1
     assert pool.slots.counts[SlotState.FENCED] == 2
     pool.writer_gone(WRITER, 4.0)
-    assert pool.slots.counts[SlotState.FREE] == 4
+    assert pool.slots.free(SLOT) == 4
 
 
 def test_what_was_fenced_while_the_endpoint_was_made_anew_stays_fenced() -> None:
@@ -173,16 +180,16 @@ def test_a_dead_writer_whose_slices_are_all_in_fails_nobody() -> None:
     assert pool.lookup(keys(2)) == 2
     assert pool.slots.counts[SlotState.RESERVED] == 2, "the reader of the torn one may still copy"
     pool.landings.end(torn.id, 3.0)
-    assert pool.slots.counts[SlotState.FREE] == 2
+    assert pool.slots.free(SLOT) == 2
 
 
 def test_publishers_hear_what_is_there_on_its_way_full_or_without_parent() -> None:
     pool = pool_of(3)
     store(pool, keys(1))
     landing = pool.landings.grant(ask("r", keys(2)), 1.0)
-    answers = pool.reserve(PUBLISHER, OTHER, keys(4), None, 1.0)
+    answers = pool.reserve(PUBLISHER, OTHER, LAYOUT, keys(4), None, USE, 1.0)
     assert [a.state for a in answers] == [Reserved.SEALED, Reserved.IN_FLIGHT, Reserved.NEW, Reserved.FULL]
-    orphan = pool.reserve(PUBLISHER, OTHER, keys(5, "z")[2:], keys(2, "z")[1], 1.0)
+    orphan = pool.reserve(PUBLISHER, OTHER, LAYOUT, keys(5, "z")[2:], keys(2, "z")[1], USE, 1.0)
     assert [a.state for a in orphan] == [Reserved.NO_PARENT] * 3
     land(pool, landing)
     assert pool.seal(PUBLISHER, [answers[2].id], 2.0) == 1
@@ -193,7 +200,7 @@ def test_making_room_never_takes_the_parent_of_what_is_being_published() -> None
     pool = pool_of(2)
     store(pool, keys(1), now=1.0)
     store(pool, keys(1, "x"), now=5.0)
-    (answer,) = pool.reserve(PUBLISHER, WRITER, keys(2)[1:], keys(1)[0], 6.0)
+    (answer,) = pool.reserve(PUBLISHER, WRITER, LAYOUT, keys(2)[1:], keys(1)[0], USE, 6.0)
     assert answer.state is Reserved.NEW
     assert pool.lookup(keys(1, "x")) == 0, "the younger one went, because the older one is needed"
     assert pool.seal(PUBLISHER, [answer.id], 7.0) == 1
@@ -202,12 +209,13 @@ def test_making_room_never_takes_the_parent_of_what_is_being_published() -> None
 
 def test_a_silent_publishers_slots_wait_for_its_word_or_its_death() -> None:
     pool = pool_of(3)
-    answers = pool.reserve(PUBLISHER, WRITER, keys(3), None, 1.0)
+    answers = pool.reserve(PUBLISHER, WRITER, LAYOUT, keys(3), None, USE, 1.0)
     pool.session_ended(PUBLISHER, 2.0)
     assert pool.slots.counts[SlotState.FENCED] == 3
     assert pool.seal(PUBLISHER, [answers[0].id], 3.0) == 0, "a late seal is its word, and nothing more"
     assert pool.slots.counts[SlotState.FENCED] == 2
-    assert [a.state for a in pool.reserve(9, OTHER, keys(1), None, 3.0)] == [Reserved.NEW], "others may write it meanwhile"
+    (again,) = pool.reserve(9, OTHER, LAYOUT, keys(1), None, USE, 3.0)
+    assert again.state is Reserved.NEW, "others may write it meanwhile"
     pool.writer_gone(WRITER, 4.0)
     assert pool.slots.counts[SlotState.FENCED] == 0
 
@@ -215,11 +223,11 @@ def test_a_silent_publishers_slots_wait_for_its_word_or_its_death() -> None:
 def test_a_quarantined_block_takes_its_descendants_along_and_is_freed_after_its_last_pin() -> None:
     pool = pool_of(4)
     store(pool, keys(3))
-    ticket = pool.pin(READER, keys(3), 2.0)
+    ticket = pool.pin(READER, keys(3), USE, 2.0)
     assert pool.quarantine(keys(3)[1], "decode copy") == 2
     assert pool.lookup(keys(3)) == 1
     assert pool.slots.counts[SlotState.SEALED] == 3
-    (again,) = pool.reserve(PUBLISHER, WRITER, keys(2)[1:], keys(1)[0], 2.0)
+    (again,) = pool.reserve(PUBLISHER, WRITER, LAYOUT, keys(2)[1:], keys(1)[0], USE, 2.0)
     assert pool.seal(PUBLISHER, [again.id], 2.0) == 1, "it may be written again at once"
     pool.unpin(READER, ticket.id, 3.0)
     assert pool.slots.counts[SlotState.SEALED] == 2
@@ -234,7 +242,7 @@ def store_two_chains(pool: Pool) -> None:
 def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
     pool = pool_of(4)
     store_two_chains(pool)
-    ticket = pool.pin(READER, keys(2), 3.0)
+    ticket = pool.pin(READER, keys(2), USE, 3.0)
     pool.unpin(READER, ticket.id, 3.0)
     pool.take_events()
     pool.landings.grant(ask("r", keys(3, "n")), 4.0)
@@ -245,7 +253,7 @@ def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
 def test_clear_drops_everything_that_nobody_holds() -> None:
     pool = pool_of(4)
     store_two_chains(pool)
-    pool.pin(READER, keys(1), 3.0)
+    pool.pin(READER, keys(1), USE, 3.0)
     assert pool.clear(keys(1)) == (0, 1)
     assert pool.clear(None) == (3, 1)
     assert pool.lookup(keys(2)) == 1
@@ -259,9 +267,9 @@ def test_notices_are_checked_against_their_landing() -> None:
     def notice(*pieces: SliceNotice, layer: int = 0, request: str = "r", id: int = landing.id) -> PushNotice:
         return PushNotice(id, RequestId(request), 1, 0, layer, pieces)
 
-    assert len(pool.landings.expected(notice(whole, tail))) == 2
-    assert pool.landings.expected(notice(whole, request="other")) == []
-    assert pool.landings.expected(notice(whole, id=99)) == []
+    assert len(pool.landings.expected(notice(whole, tail))[1]) == 2
+    assert pool.landings.expected(notice(whole, request="other")) == (None, [])
+    assert pool.landings.expected(notice(whole, id=99)) == (None, [])
     assert pool.held.counted["notices_ignored"] == 2
     for bad in (
         notice(whole, layer=LAYERS),

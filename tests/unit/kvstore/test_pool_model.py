@@ -14,7 +14,10 @@ from moonpool.core.errors import Busy
 from moonpool.core.events import BlockChange
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import LandingSlot, PushNotice, SliceNotice, SlotRef
+from moonpool.core.layout import KVLayout
+from moonpool.core.use import Use
 from moonpool.kvstore.claims import LandingAsk, Life, Reach, Reserved
+from moonpool.kvstore.eviction.lru import Lru
 from moonpool.kvstore.landings import tail_key
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.slots import SlotMap, SlotState
@@ -23,6 +26,8 @@ SLOT = 4096
 LAYERS = 2
 TOKENS = 16
 REGIONS = (4, 3)
+TOTAL = sum(REGIONS)
+LAYOUT = KVLayout("m", layers=LAYERS, kv_heads=1, head_dim=4, dtype="float32", block_tokens=TOKENS)
 MEMBERS = ("p0", "p1", "d0")
 
 # A sequence of blocks is a path in a binary tree: "0", "01", "011" ...; the key of a block is the path to it.
@@ -69,8 +74,9 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.freed: list[int] = []
-        self.slots = SlotMap(SLOT, REGIONS, self.freed.append)
-        self.pool = Pool(NodeId("n"), Incarnation(1), self.slots, LAYERS, TOKENS)
+        self.slots = SlotMap([n * SLOT for n in REGIONS], self.freed.append)
+        self.pool = Pool(NodeId("n"), Incarnation(1), self.slots, Lru())
+        self.pool.register(LAYOUT)
         self.now = 0.0
         self.grants: list[Grant] = []
         self.tickets: dict[int, tuple[int, tuple[SlotRef, ...]]] = {}
@@ -89,8 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def number(self, ref: SlotRef) -> int:
         slot = self.slots.at(ref.region, ref.offset)
-        assert slot is not None
-        return slot
+        return -1 if slot is None else slot  # its span went back
 
     def replay(self) -> list[bytes]:
         """Take the events; returns the keys that were removed."""
@@ -134,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
         held = {key for key, n in self.holders().items() if n} | spared
         held |= {key for key in self.anchored() if (e := self.pool.held.index.get(key)) and e.pins}
         there, out = set(self.replayed), []
-        while self.slots.free + len(out) < needed:
+        while self.slots.free(SLOT) + len(out) < needed:
             parents = {parent_of(key) for key in there}
             leaves = [key for key in there if key not in parents and key not in held]
             if not leaves:
@@ -179,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
         reader = data.draw(st.sampled_from(sorted(self.sessions))) if reads and self.sessions else None
         self.count += 1
         ask = LandingAsk(
-            RequestId(f"r{self.count}"), 1, self.life(writer), reader, tuple(keys[first:]), first, tail, parent,
+            RequestId(f"r{self.count}"), 1, self.life(writer), reader, LAYOUT, tuple(keys[first:]), first, tail, parent,
             reach=Reach.MAPPED if writer == "d0" else Reach.CARRIER,
         )  # fmt: skip
         missing = [key for key in ask.keys if key not in self.replayed]
@@ -214,7 +219,7 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in layers:
             pieces = tuple(SliceNotice(s.slot.region, s.slot.offset, s.valid, 0) for s in slots)
             notice = PushNotice(grant.id, grant.ask.request, 1, 0, layer, pieces)
-            expected = self.pool.landings.expected(notice)
+            _, expected = self.pool.landings.expected(notice)
             if grant.fenced or grant.over:
                 assert expected == []
             else:
@@ -274,7 +279,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.replay()
         session = data.draw(st.sampled_from(sorted(self.sessions)))
         keys = chain(path)
-        ticket = self.pool.pin(session, keys, self.tick())
+        ticket = self.pool.pin(session, keys, Use(), self.tick())
         lead = [key for i, key in enumerate(keys) if all(k in self.replayed for k in keys[: i + 1])]
         assert [ref.key for ref in ticket.slots] == lead
         assert self.pool.lookup(keys) == len(lead)
@@ -300,7 +305,7 @@ class PoolMachine(RuleBasedStateMachine):
         first = min(skip, len(keys) - 1)
         parent = keys[first - 1] if first else None
         coming = self.coming()
-        answers = self.pool.reserve(session, self.sessions[session], keys[first:], parent, self.tick())
+        answers = self.pool.reserve(session, self.sessions[session], LAYOUT, keys[first:], parent, Use(), self.tick())
         gone = set(self.replay())
         above, new = parent, set()
         for answer in answers:
@@ -319,7 +324,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.writing[answer.id] = Writing(session, self.sessions[session], answer.slot)
         assert not gone & {parent_of(answer.key) for answer in answers if answer.state is Reserved.NEW}
         if any(answer.state is Reserved.FULL for answer in answers):
-            assert self.slots.free == 0
+            assert self.slots.free(SLOT) == 0
 
     def coming(self) -> set[bytes]:
         """Keys that somebody may yet seal."""
@@ -465,14 +470,13 @@ class PoolMachine(RuleBasedStateMachine):
             number = self.number(writing.slot)
             assert number not in owners
             owners[number] = SlotState.FENCED if writing.fenced else SlotState.RESERVED
-        for slot in range(self.slots.total):
+        for slot in self.slots:
             state = self.slots.state(slot)
             assert state is owners.get(slot, state)
             assert (state in (SlotState.RESERVED, SlotState.FENCED)) == (slot in owners)
-        assert sum(self.slots.counts.values()) == self.slots.total
-        for state in SlotState:
-            assert self.slots.counts[state] == sum(self.slots.state(i) is state for i in range(self.slots.total))
-        assert self.slots.free == self.slots.counts[SlotState.FREE]
+        assert sum(self.slots.counts.values()) + self.slots.free(SLOT) == TOTAL == self.slots.total(SLOT)
+        for state, count in self.slots.counts.items():
+            assert count == sum(self.slots.state(i) is state for i in self.slots)
 
     @invariant()
     def nothing_pinned_is_given_away(self) -> None:
@@ -518,11 +522,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.writer_gone(life, self.tick())
         self.pool.clear(None)
         numbers = self.pool.numbers()
-        assert numbers["slots_free"] == self.slots.total
+        assert numbers["slots_free"] == TOTAL
         assert (numbers["pins"], numbers["tickets"], numbers["reservations"], numbers["landings_open"]) == (0, 0, 0, 0)
         assert not self.pool.held._writing
         assert not self.pool.landings._orphans
-        assert len(self.slots._runs._end) == len(REGIONS)
+        assert len(self.slots._ground) == len(REGIONS)
 
 
 TestPool = PoolMachine.TestCase

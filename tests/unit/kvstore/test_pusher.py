@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -261,8 +261,8 @@ async def test_a_landing_is_refused_by_name_and_leaves_nothing(tmp_path: Path) -
 
 async def test_a_writer_of_another_layout_is_refused(tmp_path: Path) -> None:
     async with scene(tmp_path, carrier="segment") as s:
-        other = Pusher(s.me, type(LAYOUT)("cd" * 16, 3, 2, 4, "float32", 16), s.pages, TransferConfig())
-        with pytest.raises(LayoutMismatch, match="cdcd"):
+        other = Pusher(s.me, replace(LAYOUT, block_tokens=32), s.pages, TransferConfig())
+        with pytest.raises(LayoutMismatch, match="block_tokens 16 here, 32 at"):
             await other.grant(
                 s.node.member, attempt(), s.keys, first_block=0, tail_valid=0, reader=READER, reader_incarnation=Incarnation(1)
             )
