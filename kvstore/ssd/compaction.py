@@ -126,7 +126,7 @@ class Compactor:
                 segment.release(split_extent(new)[1])
         torn = [e for e, end in zip(run, result.ends, strict=True) if end is ReadEnd.TORN]
         gone = [e for e, end in zip(run, result.ends, strict=True) if end is ReadEnd.GONE]
-        self._counted["mismatches_ssd"] += len(torn)
+        self._counted["mismatches_move"] += len(torn)
         self._counted["blocks_moved"] += len(moved)
         self._eraser.drop(victim, torn, erase=True)
         self._eraser.drop(victim, gone, erase=False)

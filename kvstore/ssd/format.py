@@ -28,7 +28,7 @@ MAX_COUNT = (1 << 32) - 1
 _SELF = struct.Struct("<QQ")  # xxh3_128 of all bytes before it
 _SEGMENT_MAGIC = b"MPSSDSEG"
 _SEGMENT = struct.Struct("<8sHHIQQQQ")  # magic, version, formatted, number, bytes, epoch, seen, extent bytes
-_SHAPE = struct.Struct("<IIII")  # layers, kv heads, head dim, block tokens; then four texts
+_SHAPE = struct.Struct("<IIII")  # layers, kv heads, head dim, block tokens; then the texts
 _TEXT = struct.Struct("<H")
 _EXTENT_MAGIC = b"MPSSDEXT"
 _EXTENT = struct.Struct("<8sHHHHIIQQ16s16s16sII")
@@ -120,7 +120,7 @@ def encode_segment(header: SegmentHeader) -> bytes:
     ]
     if layout is not None:
         parts.append(_SHAPE.pack(layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens))
-        for text in (layout.model, layout.dtype, layout.order, layout.digest):
+        for text in (layout.model, layout.dtype, layout.order, layout.digest, layout.codec):
             raw = text.encode()
             parts.append(_TEXT.pack(len(raw)) + raw)
     return _sealed(b"".join(parts))
@@ -146,7 +146,7 @@ def _layout(raw: bytes) -> KVLayout | None:
     layers, kv_heads, head_dim, block_tokens = _SHAPE.unpack_from(raw, at)
     at += _SHAPE.size
     texts: list[str] = []
-    for _ in range(4):
+    for _ in range(5):
         (length,) = _TEXT.unpack_from(raw, at)
         at += _TEXT.size
         if length > MAX_TEXT_BYTES or at + length > _BODY - _TEXT.size:
@@ -156,11 +156,11 @@ def _layout(raw: bytes) -> KVLayout | None:
         except UnicodeDecodeError:
             return None
         at += length
-    model, dtype, order, digest = texts
+    model, dtype, order, digest, codec = texts
     if not (0 < layers <= MAX_LAYERS and kv_heads > 0 and head_dim > 0):
         return None
     try:
-        return KVLayout(model, layers, kv_heads, head_dim, dtype, block_tokens, order, digest)
+        return KVLayout(model, layers, kv_heads, head_dim, dtype, block_tokens, order, digest, codec)
     except ConfigError:
         return None
 

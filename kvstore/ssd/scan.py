@@ -67,7 +67,8 @@ def scan(segments: Sequence[Formatted], pool: Executor, in_flight: int, progress
     whole = list(pool.map(lambda h: _is_whole(by_number[h.segment], h), recent))
     torn = {extent_of(h.segment, h.position) for h, ok in zip(recent, whole, strict=True) if not ok}
     out.torn = sorted(torn)
-    out.counts["verified"] = len(recent)
+    out.counts["verified_at_start"] = len(recent)
+    out.counts["mismatches_start"] = len(torn)
     out.kept = choose([h for h in found if extent_of(h.segment, h.position) not in torn], out.counts)
     return out
 
@@ -76,7 +77,7 @@ def choose(found: Iterable[ExtentHeader], counts: Counter[str]) -> dict[str, lis
     """Of each block the newest copy, where its parent is there too; by layout, parents before children."""
     newest: dict[tuple[str, bytes], ExtentHeader] = {}
     for header in sorted(found, key=lambda h: h.sequence):
-        counts["duplicates"] += (header.layout, header.key) in newest
+        counts["duplicates_at_start"] += (header.layout, header.key) in newest
         newest[header.layout, header.key] = header
     children: dict[tuple[str, bytes | None], list[ExtentHeader]] = defaultdict(list)
     for header in newest.values():
@@ -90,7 +91,7 @@ def choose(found: Iterable[ExtentHeader], counts: Counter[str]) -> dict[str, lis
             extent = extent_of(header.segment, header.position)
             out.append(Recovered(header.key, header.parent, layout, extent, header.use))
             ready += children.pop((layout, header.key), ())
-    counts["orphans"] += len(newest) - sum(len(blocks) for blocks in kept.values())
+    counts["orphans_at_start"] += len(newest) - sum(len(blocks) for blocks in kept.values())
     return kept
 
 

@@ -32,7 +32,27 @@ from moonpool.kvstore.ssd.segments import Segments
 from moonpool.kvstore.ssd.space import Segment, runs
 
 RUN_BYTES = 4 << 20  # most bytes of one system call
-MOVE_BYTES_PER_S = 256e6  # of compaction, each way
+MOVE_BYTES_PER_S = 256e6  # of compaction, reads and writes together
+COUNTERS = (
+    "blocks_written",
+    "blocks_moved",
+    *(f"reads_{end}" for end in ReadEnd),
+    *(f"mismatches_{place}" for place in ("write", "read", "move", "start")),
+    "verified_at_start",
+    "orphans_at_start",
+    "duplicates_at_start",
+    "extents_lost",
+    "extents_forgotten",
+    "segments_formatted",
+    "segments_compacted",
+    "segments_lost",
+    "read_errors",
+    "write_errors",
+    "writes_failed",
+    "writes_unfit",
+    "writes_without_room",
+    "erase_failed",
+)
 
 
 _ReadResult = tuple[list[tuple[ReadEnd, ExtentHeader | None]], Fault]
@@ -59,7 +79,8 @@ class SsdTier:
         self.on_lost: Callable[[Sequence[int]], None] = lambda extents: None
         self.on_moved: Callable[[Mapping[int, int]], None] = lambda moved: None
         self._clock = clock
-        self.counted: Counter[str] = Counter(opened.scanned.counts)
+        self.counted: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counted.update(opened.scanned.counts)
         rates = {
             Kind.READ: config.ssd_read_bytes_per_s,
             Kind.WRITE: config.ssd_write_bytes_per_s,
@@ -168,7 +189,7 @@ class SsdTier:
                 out[i] = extent
             else:
                 segment.release(split_extent(extent)[1])
-                self.counted["mismatches_demote" if end is WriteEnd.MISMATCH else "writes_failed"] += 1
+                self.counted["mismatches_write" if end is WriteEnd.MISMATCH else "writes_failed"] += 1
         self.counted["blocks_written"] += ends.count(WriteEnd.OK)
         self._segments.unpin(segment, run)
         self._segments.fault(segment, fault, writing=True)
@@ -243,7 +264,7 @@ class SsdTier:
                 torn.append(extent)
             elif end is ReadEnd.GONE:
                 gone.append(extent)
-        self.counted["mismatches_ssd"] += len(torn)
+        self.counted["mismatches_read"] += len(torn)
         self._eraser.drop(segment, torn, erase=True)
         self._eraser.drop(segment, gone, erase=False)
         self._segments.fault(segment, fault, writing=False)

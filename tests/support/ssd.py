@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import mmap
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Write
+from moonpool.kvstore.ssd.files import Io
+from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_bytes, offset_of, split_extent
 from moonpool.kvstore.ssd.tier import SsdTier
 
 NODE = NodeId("n")
@@ -28,8 +35,28 @@ def config(folder: Path, **settings: Any) -> StoreConfig:
     return StoreConfig(**{"ssd_path": str(folder), "ssd_bytes": 8 * MIB, "ssd_threads": 2, **settings})
 
 
-async def tier(folder: Path, *layouts: KVLayout, io: Any = None, **settings: Any) -> SsdTier:
-    return await SsdTier.open(config(folder, **settings), NODE, layouts or (SMALL,), io=io)
+async def tier(
+    folder: Path, *layouts: KVLayout, io: Io | None = None, wall: Callable[[], float] = time.time, **settings: Any
+) -> SsdTier:
+    """Compaction is not slowed down."""
+    return await SsdTier.open(config(folder, **settings), NODE, layouts or (SMALL,), io=io, wall=wall, move_bytes_per_s=0.0)
+
+
+async def put(of: SsdTier, layout: KVLayout, names: Sequence[int], chain: bool = False) -> dict[int, int]:
+    """Write blocks, all of which must find room; extents by number."""
+    extents = await of.write(writes(layout, names, chain=chain))
+    placed = {n: extent for n, extent in zip(names, extents, strict=True) if extent is not None}
+    assert len(placed) == len(names)
+    return placed
+
+
+def found(of: SsdTier, layout: KVLayout = SMALL) -> dict[bytes, int]:
+    """Key -> extent of what was there at start."""
+    return {block.key: block.extent for block in of.recovered if block.layout == layout.fingerprint}
+
+
+def keys(names: Iterable[int]) -> set[bytes]:
+    return {key(n) for n in names}
 
 
 def key(n: int) -> bytes:
@@ -78,3 +105,86 @@ async def right(of: SsdTier, layout: KVLayout, extents: dict[int, int]) -> set[i
             assert np.array_equal(got, content(layout, key(n))), f"wrong bytes for block {n}"
             out.add(n)
     return out
+
+
+def stored(folder: Path, layout: KVLayout, extent: int) -> tuple[Path, int, int]:
+    """(file, offset, bytes) of an extent, header included."""
+    number, position = split_extent(extent)
+    return folder / NODE / f"segment-{number:06}", offset_of(position, layout), extent_bytes(layout)
+
+
+def peek(folder: Path, layout: KVLayout, extent: int) -> bytes:
+    path, offset, size = stored(folder, layout, extent)
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def poke(folder: Path, layout: KVLayout, extent: int, raw: bytes, at: int = 0) -> None:
+    """Write behind the tier's back, ``at`` bytes into the extent."""
+    path, offset, _ = stored(folder, layout, extent)
+    with path.open("r+b") as file:
+        file.seek(offset + at)
+        file.write(raw)
+
+
+def flip(folder: Path, layout: KVLayout, extent: int, at: int) -> None:
+    poke(folder, layout, extent, bytes((peek(folder, layout, extent)[at] ^ 0x10,)), at)
+
+
+class Faulty(Io):
+    """A disk that fails as told. ``write`` and ``read`` are asked before each call on blocks with (fd, number of the call,
+    bytes, offset); they return an errno to raise, bytes to stop after, or None. ``gate`` holds reads back until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.write: Fault = lambda fd, n, size, offset: None
+        self.read: Fault = lambda fd, n, size, offset: None
+        self.room = 1 << 62  # bytes that may be allocated
+        self.direct = True
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inside = threading.Semaphore(0)  # released by every read that has begun
+        self._calls = itertools.count(1)
+
+    def open(self, path: Path, *, create: bool, direct: bool) -> int:
+        if direct and not self.direct:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return super().open(path, create=create, direct=direct)
+
+    def allocate(self, fd: int, size: int) -> None:
+        if size > self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= size
+        super().allocate(fd, size)
+
+    def pwritev(self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int) -> int:
+        size = sum(b.nbytes for b in buffers)
+        fault = self.write(fd, next(self._calls), size, offset)
+        if isinstance(fault, Short):
+            return super().pwritev(fd, [b[: fault.size] for b in buffers[:1]], offset)
+        if fault is not None:
+            raise OSError(fault, "injected")
+        return super().pwritev(fd, buffers, offset)
+
+    def preadv(self, fd: int, buffers: Sequence[NDArray[np.uint8]], offset: int) -> int:
+        size = sum(b.nbytes for b in buffers)
+        if size > HEADER_BYTES:
+            self.inside.release()
+            self.gate.wait()
+        fault = self.read(fd, next(self._calls), size, offset)
+        if isinstance(fault, Short):
+            return min(fault.size, super().preadv(fd, buffers, offset))
+        if fault is not None:
+            raise OSError(fault, "injected")
+        return super().preadv(fd, buffers, offset)
+
+
+@dataclass(frozen=True)
+class Short:
+    """So many bytes are transferred and no more."""
+
+    size: int
+
+
+Fault = Callable[[int, int, int, int], int | Short | None]
