@@ -45,12 +45,14 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
     @answered
     async def Inspect(self, request: pb.store_admin.InspectRequest, context: Any) -> pb.store_admin.InspectReply:
         keys = checked_keys(request.keys)
-        reply = pb.store_admin.InspectReply(leading=self._node.pool.lookup(keys))
-        for key in keys:
+        reply = pb.store_admin.InspectReply()
+        for i, key in enumerate(keys):
             state = self._control.state(key)
             reply.blocks.add(
-                key=key, tiers=state.tiers, layout=state.layout, tenant=state.tenant, held=state.held, bytes=state.bytes
+                key=key, tiers=state.tiers, layout=state.layout, tenant=state.tenant, codec=state.codec, bytes=state.bytes
             )
+            if state.tiers and reply.leading == i:
+                reply.leading += 1
         return reply
 
     @answered
@@ -70,6 +72,13 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
     def _cleaned(self, done: Cleaned) -> pb.store_admin.CleanReply:
         self._node.changed()
         return pb.store_admin.CleanReply(cleared=done.cleared, kept=done.kept, bytes=done.bytes)
+
+    @answered
+    async def Compress(self, request: pb.store_admin.CompressRequest, context: Any) -> pb.store_admin.CompressReply:
+        done = await self._node.compressor.compress(checked_keys(request.keys), request.codec[:MAX_NAME], request.dry_run)
+        return pb.store_admin.CompressReply(
+            compressed=done.made, kept=done.kept, bytes_before=done.bytes_before, bytes_after=done.bytes_after
+        )
 
     @answered
     async def Describe(self, request: pb.types.Empty, context: Any) -> pb.store_admin.Description:

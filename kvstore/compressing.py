@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING
 
@@ -136,7 +137,7 @@ class Compressor:
         parent = None if first.parent is None else copy_key(first.parent, codec.name)
         keys = [entry.key for entry in part]
         names = [copy_key(key, codec.name) for key in keys]
-        return await self._make(keys, first.layout, names, small, parent, first.use, lambda b: encode(codec, first.layout, b))
+        return await self._make(keys, first.layout, names, small, parent, first.use, partial(encode, codec, first.layout))
 
     # Reading them.
 
@@ -174,9 +175,7 @@ class Compressor:
                 wanted = [read_key(key, codec.name) for key in part]
                 copies = [copy_key(key, codec.name) for key in part]
                 parent = names[-1] if names else None
-                self._decoded += await self._make(
-                    copies, small, wanted, full, parent, use, lambda b, full=full: decode(codec, full, b)
-                )
+                self._decoded += await self._make(copies, small, wanted, full, parent, use, partial(decode, codec, full))
                 names += (came := wanted[: self._node.pool.lookup(wanted)])
                 if len(came) < len(wanted):
                     return
