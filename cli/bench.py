@@ -51,6 +51,21 @@ def place(as_json: AsJson = False) -> None:
     _print(measure(), as_json)
 
 
+@bench.command("between")
+def between(
+    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx or ucxx.")] = None,
+    total: Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="The working set, e.g. 2GiB.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A working set from one store node to another, every byte checked."""
+    from moonpool.bench.between import BetweenOptions
+    from moonpool.bench.between import between as measure
+    from moonpool.cluster.configure import read_size
+
+    given = {"carrier": carrier, "total_bytes": None if total is None else read_size(total, "--bytes")}
+    _print(measure(BetweenOptions(**_chosen(given))), as_json)
+
+
 @bench.command("tiers")
 def tiers(
     repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
