@@ -39,9 +39,7 @@ class Core:
         self._longest_pause_s = return_s / 2
         self._trust = Trust(gap_s=max(4 * beat_s, 0.5), grace_s=return_s)
         self._registration = Registration(address, math.ceil(timing.silent_after_ms / 1000), on_fenced)
-        self._watch = Watch(
-            address, self._book, self._trust, beat_s, heard, looked=lambda: self._registration.check(self._book)
-        )
+        self._watch = Watch(address, self._book, self._trust, beat_s, return_s / 2, heard, self._looked)
         self._reports: dict[tuple[MemberId, Incarnation], str] = {}
         self._reported = asyncio.Event()
         self._leaving = asyncio.Event()
@@ -56,10 +54,11 @@ class Core:
         self._registration.update(member)
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
-        """Kept until it is written: a proof is said once."""
-        if len(self._reports) < MAX_REPORTS:
-            self._reports[member, incarnation] = proof
-            self._reported.set()
+        """Kept until it is written, for a proof is said once; the oldest ones give way."""
+        if len(self._reports) >= MAX_REPORTS:
+            del self._reports[next(iter(self._reports))]
+        self._reports[member, incarnation] = proof
+        self._reported.set()
 
     def leave(self) -> None:
         self._leaving.set()
@@ -128,13 +127,20 @@ class Core:
 
     async def _report(self, etcd: Etcd) -> None:
         while True:
-            await self._reported.wait()
             self._reported.clear()
             for (member, incarnation), proof in list(self._reports.items()):
                 record = self._book.record(member)
-                if record is not None and record.change.member.incarnation == incarnation:
+                if record is None or record.change.member.incarnation < incarnation:
+                    continue  # a life that is not known yet
+                if record.change.member.incarnation == incarnation:
                     await end_life(etcd, self.address, over(record.change.member, Liveness.GONE, proof))
-                del self._reports[member, incarnation]
+                self._reports.pop((member, incarnation), None)
+            await self._reported.wait()
+
+    def _looked(self) -> None:
+        self._registration.check(self._book)
+        if self._reports:
+            self._reported.set()
 
 
 class _Left(Exception):

@@ -63,6 +63,7 @@ class Registration:
 
     async def keep(self, etcd: Etcd) -> None:
         """Grants, renews and registers until the connection fails (Away)."""
+        self._written = None  # etcd may have been emptied, or set back to a backup
         while True:
             self._wake.clear()
             try:

@@ -15,12 +15,14 @@ from moonpool.cluster.etcd.records import encode
 from moonpool.cluster.etcd.trust import Trust
 from moonpool.core.membership import MemberChange
 
-QUIET_S = 5.0  # a watch without any answer for this long hangs
 REREAD_S = 30.0  # what a watch should never have missed is read again this often
 
 
 class Watch:
-    """``heard`` gets every change. ``looked`` is called whenever ``book`` may say something new."""
+    """A watch without any answer for ``quiet_s`` hangs.
+
+    ``heard`` gets every change. ``looked`` is called whenever ``book`` may say something new.
+    """
 
     def __init__(
         self,
@@ -28,11 +30,13 @@ class Watch:
         book: Book,
         trust: Trust,
         beat_s: float,
+        quiet_s: float,
         heard: Callable[[MemberChange], None],
         looked: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._address, self._book, self._trust, self._beat_s = address, book, trust, beat_s
+        self._address, self._book, self._trust = address, book, trust
+        self._beat_s, self._quiet_s = beat_s, quiet_s
         self._heard, self._looked, self._clock = heard, looked, clock
 
     async def begin(self, etcd: Etcd) -> int:
@@ -45,7 +49,7 @@ class Watch:
         """Every change from ``revision`` on, until the connection fails (Away)."""
         while True:
             try:
-                async with aclosing(etcd.watch(self._address.everything, revision, self._beat_s, QUIET_S)) as changes:
+                async with aclosing(etcd.watch(self._address.everything, revision, self._beat_s, self._quiet_s)) as changes:
                     async for items in changes:
                         for item in items:
                             self._hear(self._book.event(item))

@@ -67,7 +67,8 @@ async def test_an_outage_changes_nobodys_view_and_everybody_registers_again_by_i
         for s in seen:  # every lease is past its end by now
             await s.shows("registry_presumed_silent", bool)
         assert [[m.id for m in s.peers.live(Role.PREFILL)] for s in seen] == [names] * 3
-        await asyncio.sleep(OUTAGE_S - (time.monotonic() - since))
+        if away is frozen:
+            await asyncio.sleep(OUTAGE_S - (time.monotonic() - since))
         back()
         for s in seen:
             await s.shows("registry_presumed_silent", lambda n: not n)
@@ -110,7 +111,7 @@ async def test_a_busy_event_loop_does_not_lose_the_lease(etcd: EtcdServer) -> No
     async with members(etcd.registry, 2) as (one, watcher):
         await one.peers.join(member())
         await watcher.hears((NAME, 1, "live"))
-        threading.Event().wait(3.2)  # this thread is where the event loop runs; a lease lasts 2 s
+        threading.Event().wait(2.8)  # this thread is where the event loop runs; a lease lasts 2 s
         async with operator(etcd.registry) as (client, address):
             assert await client.get(address.beat(NAME)) is not None
         assert not one.peers.numbers()["registry_presumed_silent"]
@@ -144,7 +145,7 @@ async def test_a_frozen_process_falls_silent_and_wakes_as_a_newer_life(etcd: Etc
 
 
 STORM = 50
-DOWN_S = 6.0
+DOWN_S = 5.0
 
 
 async def test_fifty_that_lost_etcd_together_come_back_apart_and_within_bounds(tmp_path: Path) -> None:

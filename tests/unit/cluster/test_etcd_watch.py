@@ -67,7 +67,7 @@ async def test_a_watch_below_the_compacted_revision_reads_everything_again(etcd:
             async for _ in client.watch(address.everything, 1, 0.05, 5.0):
                 pass
         told = asyncio.Event()
-        watch = Watch(address, Book(address), Trust(1.0, 1.0), 0.05, heard.append, told.set)
+        watch = Watch(address, Book(address), Trust(1.0, 1.0), 0.05, 5.0, heard.append, told.set)
         follow = asyncio.create_task(watch.follow(client, 1))
         await asyncio.wait_for(told.wait(), 5.0)
         assert [c.member.ready for c in heard] == [False]
@@ -82,7 +82,8 @@ async def test_a_watch_below_the_compacted_revision_reads_everything_again(etcd:
 
 async def test_a_watch_that_hangs_is_noticed(etcd: EtcdServer) -> None:
     async with Line(etcd.port) as line, operator(f"etcd://127.0.0.1:{line.port}") as (client, address):
-        watch = client.watch(address.everything, 1, sign_s=0.05, quiet_s=0.5)
+        _, revision = await client.read(address.everything)
+        watch = client.watch(address.everything, revision, sign_s=0.05, quiet_s=1.0)
         assert await anext(watch) == []
         line.fall_silent()
         with pytest.raises(Away):
