@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moonpool.kvstore.putting import Put
+    from moonpool.kvstore.items import Put
     from moonpool.kvstore.store_client import StoreClient
     from moonpool.kvstore.sync_client import SyncStoreClient
 
@@ -15,7 +15,7 @@ __all__ = ["Put", "StoreClient", "SyncStoreClient"]
 def __getattr__(name: str) -> Any:
     match name:
         case "Put":
-            from moonpool.kvstore.putting import Put
+            from moonpool.kvstore.items import Put
 
             return Put
         case "StoreClient":

@@ -15,6 +15,7 @@ from moonpool.core.errors import DigestMismatch
 from moonpool.kvstore.objects import CLASSES, HEADER_BYTES, Chunk
 
 STEP = 128 << 10  # copied, then digested while it is in the second-level cache
+TRAILER_BYTES = HEADER_BYTES + 8  # after a chunk's bytes of a value
 _DIGEST = struct.Struct("<Q")
 
 
@@ -38,26 +39,27 @@ class Parts:
                 self._part, self._at = self._part + 1, 0
 
 
-def header_at(chunk: Chunk, offset: int) -> int:
-    return offset + CLASSES[chunk.size_class]
-
-
 def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
     """Copy a chunk's bytes into the slot at ``offset``, its header where it is the leaf, and its digest."""
-    mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
+    place = offset + CLASSES[chunk.size_class]
+    end = place + HEADER_BYTES
     at = digested = offset
+    mix = None
     for piece in parts.take(chunk.end - chunk.start):
-        end = at + len(piece)
-        memory[at:end] = piece
-        at = end
         if at - digested >= STEP:
+            mix = mix or xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
             mix.update(memory[digested:at])
             digested = at
-    place = header_at(chunk, offset)
+        memory[at : at + len(piece)] = piece
+        at += len(piece)
     if header is not None:
-        memory[place : place + HEADER_BYTES] = header
-    mix.update(memory[digested : place + HEADER_BYTES])
-    _DIGEST.pack_into(memory, place + HEADER_BYTES, mix.intdigest())
+        memory[place:end] = header
+    if mix is None:
+        digest = xxhash.xxh3_64_intdigest(memory[offset:end], slice_seed(chunk.key, 0))
+    else:
+        mix.update(memory[digested:end])
+        digest = mix.intdigest()
+    _DIGEST.pack_into(memory, end, digest)
 
 
 def header_of(memory: memoryview, offset: int, chunk_class: int) -> bytes:
@@ -71,7 +73,7 @@ def read(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
 
     DigestMismatch: the bytes are not those of ``chunk.key``.
     """
-    place = header_at(chunk, offset)
+    place = offset + CLASSES[chunk.size_class]
     (digest,) = _DIGEST.unpack_from(memory, place + HEADER_BYTES)
     mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
     at = offset

@@ -6,50 +6,21 @@ Several batches are on their way at once, so that the store node decides on one 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from moonpool.core.errors import TransferFailed
+from moonpool.core.errors import InvalidRequest, TransferFailed
 from moonpool.kvstore.host_link import HostLink
+from moonpool.kvstore.items import Item, Put
 from moonpool.wire import host_frames as frames
-from moonpool.wire.host_frames import STATES, Granted, Kind, Link, Wanted
+from moonpool.wire.host_frames import STATES, Granted, Kind, Link
 
 BATCH_BLOCKS = 64
 BATCH_BYTES = 4 << 20
 AHEAD = 2  # batches reserved and not yet filled
 
 
-class Put(StrEnum):
-    """What became of a value."""
-
-    STORED = "stored"
-    THERE = "there"  # a value of this key is here already, and stays
-    COMING = "coming"  # somebody else is writing one
-    NO_ROOM = "no_room"  # and nothing that could be evicted
-    NO_PARENT = "no_parent"  # the block before it is not here: it would never be found
-    LOST = "lost"  # somebody else's was first, or the store node gave this one up
-
-
 OF_STATE = dict(zip(STATES, (Put.STORED, Put.THERE, Put.COMING, Put.NO_ROOM, Put.NO_PARENT), strict=True))
-
-
-@dataclass(slots=True)
-class Fill:
-    """``write`` puts one block with its digests into the slot at an offset of a region."""
-
-    slot_bytes: int
-    write: Callable[[memoryview, int], None]
-
-
-@dataclass(slots=True)
-class Item:
-    """Blocks that are stored together or not at all, with what writes each; ``put`` is the outcome."""
-
-    wanted: Sequence[Wanted]
-    fills: Sequence[Fill]
-    bytes: int
-    put: Put = Put.LOST
 
 
 @dataclass(slots=True)
@@ -84,17 +55,25 @@ class Putting:
         self._parent = parent
         self._last = b""  # the last block asked for: what the next frame's first one may follow
         self._asked: deque[tuple[Kind, Batch]] = deque()
+        self._items: list[Item] = []
+        self._refused: InvalidRequest | None = None  # what the caller's next item could not be made for
 
-    def run(self, items: Sequence[Item]) -> None:
-        """Every item's ``put`` is set when this returns; what is STORED can be found by others."""
+    def run(self, items: Iterable[Item]) -> list[Put]:
+        """What became of each item; what is STORED can be found by others.
+
+        Items are made as they are asked for. InvalidRequest of that ends the call when all before it are through.
+        """
         try:
             self._run(items)
         except BaseException:
             self._link.close()
             raise
+        if self._refused is not None:
+            raise self._refused
+        return [item.put for item in self._items]
 
-    def _run(self, items: Sequence[Item]) -> None:
-        todo = batches(items)
+    def _run(self, items: Iterable[Item]) -> None:
+        todo = batches(self._made(items))
         for _ in range(AHEAD):
             self._reserve(todo)
         while self._asked:
@@ -108,6 +87,14 @@ class Putting:
                 self._fill(batch, granted)
             else:
                 self._sealed(batch, frames.decode_bits(frame, head.items))
+
+    def _made(self, items: Iterable[Item]) -> Iterator[Item]:
+        try:
+            for item in items:
+                self._items.append(item)
+                yield item
+        except InvalidRequest as e:
+            self._refused = e
 
     def _reserve(self, todo: Iterator[Batch]) -> None:
         batch = next(todo, None)
@@ -130,8 +117,8 @@ class Putting:
             at += len(mine)
             item.put = OF_STATE[STATES[mine[-1].state]]
             if item.put is Put.STORED:
-                for one, fill in zip(mine, item.fills, strict=True):
-                    fill.write(self._link.memory(one.region, one.offset, fill.slot_bytes), one.offset)
+                for i, one in enumerate(mine):
+                    item.write(i, self._link.memory(one.region, one.offset, item.slot_bytes(i)), one.offset)
                     batch.ids.append(one.id)
         if batch.ids:
             self._link.send(frames.encode_ids(Kind.SEAL, self._link.number(), batch.ids))

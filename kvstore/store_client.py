@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
-from moonpool.kvstore.putting import Put
+from moonpool.kvstore.items import Put
 from moonpool.kvstore.sync_client import Key, SyncStoreClient
 
 T = TypeVar("T")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -18,20 +17,13 @@ from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import InvalidRequest, PeerSilent, TransferFailed
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
-from moonpool.kvstore import chunks, slices, values
 from moonpool.kvstore.getting import get_blocks, get_values, in_frames
 from moonpool.kvstore.host_link import HostLink, find_socket
-from moonpool.kvstore.objects import (
-    NONCE_BYTES,
-    RAW_LAYOUTS,
-    Chunk,
-    Names,
-    encode_header,
-    plan,
-)
-from moonpool.kvstore.putting import Fill, Item, Put, Putting
+from moonpool.kvstore.items import BlockItem, Item, Put, ValueItem
+from moonpool.kvstore.objects import NONCE_BYTES, Names
+from moonpool.kvstore.putting import Putting
 from moonpool.wire import host_frames as frames
-from moonpool.wire.host_frames import Kind, Link, Wanted
+from moonpool.wire.host_frames import Kind, Link
 
 Key = str | bytes
 T = TypeVar("T")
@@ -85,14 +77,18 @@ class SyncStoreClient:
         return self.put_many([(key, value)])[0]
 
     def put_many(self, items: Sequence[tuple[Key, Any]]) -> list[Put]:
-        """Each value is stored whole or not at all, and can be found once this returns."""
+        """Each value is stored whole or not at all, and can be found once this returns.
 
-        def run(link: HostLink) -> list[Put]:
-            mine = [self._item(self.key(key), value) for key, value in items]
-            Putting(link).run(mine)
-            return [item.put for item in mine]
+        InvalidRequest: one of them is nothing that can be stored; those before it are stored.
+        """
 
-        return self._call(run)
+        nonce = int.from_bytes(secrets.token_bytes(NONCE_BYTES - 2)) << 16
+
+        def made() -> Iterator[Item]:
+            for i, (key, value) in enumerate(items):
+                yield ValueItem(self.key(key), value, (nonce + i).to_bytes(NONCE_BYTES))
+
+        return self._call(lambda link: Putting(link).run(made()))
 
     def get(self, key: Key, into: Any = None) -> Any:
         """The value, or None where it is not here (or was damaged: then it is gone).
@@ -126,17 +122,13 @@ class SyncStoreClient:
     ) -> list[Put]:
         """Whole [block_bytes] blocks that follow one another; ``parent`` is the block before the first (None: none is)."""
 
-        def run(link: HostLink) -> list[Put]:
-            number = self._layout(link, layout)
-            mine = []
-            for i, (key, block) in enumerate(blocks):
-                link_to = Link.BEFORE if i else Link.PARENT if parent else Link.NONE
-                fill = Fill(layout.slot_bytes, partial(_fill_block, layout, key, _block(layout, block)))
-                mine.append(Item([Wanted(_checked(key), number, link_to)], [fill], layout.block_bytes))
-            Putting(link, parent).run(mine)
-            return [item.put for item in mine]
+        checked = [(_checked(key), _block(layout, block)) for key, block in blocks]
 
-        return self._call(run)
+        def made(number: int) -> Iterator[Item]:
+            for i, (key, block) in enumerate(checked):
+                yield BlockItem(layout, number, key, block, Link.BEFORE if i else Link.PARENT if parent else Link.NONE)
+
+        return self._call(lambda link: Putting(link, parent).run(made(self._layout(link, layout))))
 
     def get_blocks(self, layout: KVLayout, keys: Sequence[bytes], into: Sequence[NDArray[np.uint8]]) -> int:
         """Copies the leading blocks that are here into ``into`` ([block_bytes] each), verified. Returns how many."""
@@ -201,18 +193,6 @@ class SyncStoreClient:
             self._layouts[layout] = number
         return number
 
-    def _item(self, key: bytes, value: Any) -> Item:
-        shape, views = values.to_parts(value)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        pieces, parts = plan(key, nonce, shape.size), chunks.Parts(views)
-        wanted = [Wanted(one.key, one.size_class, Link.TIED if i else Link.NONE) for i, one in enumerate(pieces)]
-        headers = [None] * (len(pieces) - 1) + [encode_header(shape, nonce)]
-        fills = [
-            Fill(RAW_LAYOUTS[one.size_class].slot_bytes, partial(_fill_chunk, one, parts, header))
-            for one, header in zip(pieces, headers, strict=True)
-        ]
-        return Item(wanted, fills, shape.size)
-
     def _exists(self, link: HostLink, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
         for part in in_frames(keys):
@@ -240,11 +220,3 @@ def _block(layout: KVLayout, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
             f"blocks: {block.dtype} of shape {block.shape} where uint8 [{layout.block_bytes}] is a block", param="blocks"
         )
     return block
-
-
-def _fill_block(layout: KVLayout, key: bytes, block: NDArray[np.uint8], memory: memoryview, offset: int) -> None:
-    slices.fill(layout, np.frombuffer(memory, dtype=np.uint8), offset, key, block)
-
-
-def _fill_chunk(chunk: Chunk, parts: chunks.Parts, header: bytes | None, memory: memoryview, offset: int) -> None:
-    chunks.fill(memory, offset, chunk, parts, header)

@@ -30,17 +30,22 @@ def _flat(buffer: Any, param: str) -> memoryview:
     """[n] bytes, the same memory where it is contiguous."""
     try:
         view = memoryview(buffer)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise InvalidRequest(
             f"{param}: {type(buffer).__name__} is no buffer; give bytes, a numpy array, a torch tensor, or a list of buffers",
             param=param,
         ) from e
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
     if not view.nbytes:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
 def _of_array(array: np.ndarray[Any, Any], param: str) -> memoryview:
+    """[n] bytes, the same memory where it is contiguous."""
+    if array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous:
+        return array.data
     if array.dtype.hasobject or array.dtype.names is not None:
         raise InvalidRequest(f"{param}: dtype {array.dtype} has no plain bytes; give numbers", param=param)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -69,8 +74,6 @@ def to_parts(value: Any) -> tuple[Shape, list[memoryview]]:
 
 def view_of(value: Any, param: str) -> memoryview:
     """[n] bytes of one buffer, array or tensor."""
-    if type(value) is memoryview and value.format == "B" and value.ndim == 1 and value.c_contiguous:
-        return value
     if isinstance(value, np.ndarray):
         return _of_array(value, param)
     return _of_tensor(value, param) if _is_tensor(value) else _flat(value, param)
@@ -78,19 +81,28 @@ def view_of(value: Any, param: str) -> memoryview:
 
 def targets(into: Any) -> list[memoryview]:
     """Writable views of the buffer, or the list of buffers, that a value is to be copied into."""
-    views = []
-    for one in into if isinstance(into, list | tuple) else (into,):
-        view = view_of(one, "into")
-        shared = isinstance(one, memoryview) or not isinstance(one, np.ndarray) or one.flags.c_contiguous
-        if view.nbytes and (view.readonly or not shared or (_is_tensor(one) and not _is_plain(one))):
-            raise InvalidRequest("into: give writable, contiguous memory of the host", param="into")
-        if view.nbytes:
-            views.append(view)
-    return views
+    if isinstance(into, list | tuple):
+        return [view for one in into if len(view := _target(one))]
+    view = _target(into)
+    return [view] if len(view) else []
 
 
-def _is_plain(tensor: Any) -> bool:
-    return bool(tensor.is_contiguous() and tensor.device.type == "cpu")
+def _target(one: Any) -> memoryview:
+    """[n] bytes of ``one``'s own memory. InvalidRequest where these would be a copy, or cannot be written."""
+    if isinstance(one, np.ndarray):
+        own = one.flags.c_contiguous
+    elif _is_tensor(one):
+        own = one.is_contiguous() and one.device.type == "cpu"
+    else:
+        own = _is_contiguous(one)
+    view = view_of(one, "into")
+    if not own or (view.readonly and len(view)):
+        raise InvalidRequest("into: give writable, contiguous memory of the host", param="into")
+    return view
+
+
+def _is_contiguous(buffer: Any) -> bool:
+    return not isinstance(buffer, memoryview) or buffer.c_contiguous
 
 
 def make_room(shape: Shape) -> tuple[Any, list[memoryview]]:
