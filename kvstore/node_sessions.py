@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 from moonpool.core.errors import Failure, PeerSilent
 from moonpool.core.landing import Landing
-from moonpool.core.membership import Member
 from moonpool.kvstore.claims import Life
 from moonpool.wire import pb
 
@@ -16,13 +15,16 @@ LOOKS_PER_SILENCE = 4
 
 
 class NodeSession:
-    """One stream of one worker's life. ``outbox`` ends with None; ``why`` then says why the node ended it, if it did."""
+    """One stream of one life. ``outbox`` ends with None; ``why`` then says why the node ended it, if it did.
 
-    def __init__(self, number: int, member: Member, now: float) -> None:
+    ``beats``: it is over after a silence. A library user's is not: its connection says when it ends.
+    """
+
+    def __init__(self, number: int, life: Life, now: float, beats: bool) -> None:
         self.number = number
-        self.member = member
-        self.life = Life(member.id, member.incarnation)
+        self.life = life
         self.heard = now
+        self.beats = beats
         self.outbox: asyncio.Queue[pb.store.StoreMessage | None] = asyncio.Queue(OUTBOX + 1)
         self.why: PeerSilent | None = None
 
@@ -43,13 +45,13 @@ class Sessions:
     def __iter__(self) -> Iterator[NodeSession]:
         return iter(list(self._sessions.values()))
 
-    def open(self, member: Member) -> NodeSession:
+    def open(self, life: Life, *, beats: bool = True) -> NodeSession:
         """A new session; an older one of the same life is ended by it."""
         self._numbers += 1
-        session = NodeSession(self._numbers, member, self._clock())
+        session = NodeSession(self._numbers, life, self._clock(), beats)
         for other in self:
             if other.life == session.life:
-                self.end(other, f"{member.id} opened another session")
+                self.end(other, f"{life.member} opened another session")
         self._sessions[session.number] = session
         return session
 
@@ -73,7 +75,7 @@ class Sessions:
         if session is None:
             return
         if session.outbox.qsize() >= OUTBOX:
-            self.end(session, f"{session.member.id} left {OUTBOX} messages unread")
+            self.end(session, f"{session.life.member} left {OUTBOX} messages unread")
             return
         session.outbox.put_nowait(message)
 
@@ -104,5 +106,5 @@ class Sessions:
             for session in self:
                 if overslept > pause:
                     session.heard += overslept  # beats may wait unread in the socket
-                if now - session.heard > self._silent_after_s:
-                    self.end(session, f"no beat of {session.member.id} for {now - session.heard:.1f} s")
+                if session.beats and now - session.heard > self._silent_after_s:
+                    self.end(session, f"no beat of {session.life.member} for {now - session.heard:.1f} s")
