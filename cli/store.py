@@ -40,6 +40,24 @@ To = Annotated[str, typer.Option("--to", help="Node that shall have them.")]
 Seconds = Annotated[float, typer.Option("--seconds", help="Time limit of the copy.")]
 
 
+@store.command("serve")
+def serve(
+    pool: Annotated[str | None, typer.Option("--pool", metavar="SIZE", help="Memory of the pool, e.g. 1GiB.")] = None,
+    config_file: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """A store node by itself in the foreground, for users of the library on this host; no cluster, no model."""
+    import sys
+
+    from moonpool.cli.options import read_config
+    from moonpool.cluster.alone import serve_alone
+
+    config, origins = read_config(config_file, settings, {"store.pool_bytes": pool})
+    if origins["cluster.name"] == "default" and origins["cluster.state_dir"] == "default":
+        config, _ = read_config(config_file, settings, {"store.pool_bytes": pool, "cluster.name": "store"})
+    sys.exit(asyncio.run(serve_alone(config, say)))
+
+
 @store.command("lookup")
 def lookup(
     keys: Keys = None,

@@ -88,7 +88,7 @@ def member(id: str, role: Role, node: str, *, incarnation: int = 1, address: str
 def config(folder: Path, *, slots: int = 16, **sections: dict[str, Any]) -> Config:
     values: dict[str, Any] = {
         "store": {"pool_bytes": slots * LAYOUT.slot_bytes, "region_bytes": REGION_BYTES, "directory": str(folder)},
-        "cluster": {"name": f"t{os.getpid()}", "state_dir": str(folder)},
+        "cluster": {"name": f"t{os.getpid()}", "state_dir": str(folder), "key_file": str(folder / "hash.key")},
         "transfer": {"carrier": "segment"},
         "timing": {"heartbeat_ms": 50, "silent_after_ms": 400, "kill_after_ms": 0},
     }
