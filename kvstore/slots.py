@@ -84,6 +84,9 @@ class SlotMap:
         self._target = span_units(self._units, self._longest, [s for s in self._shelves if s <= self._longest])
         for number in [n for n, span in self._spans.items() if span.length > 2 * self._target]:
             self._split(number)
+        for number, span in [(n, span) for n, span in self._spans.items() if span.free == span.count]:
+            shelf = self._shelves[span.size]  # else ground that a long span never used would be lost to other sizes
+            self._close(shelf, number, shelf.free.run_of(span.first))
 
     @property
     def total_bytes(self) -> int:

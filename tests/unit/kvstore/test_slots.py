@@ -247,3 +247,10 @@ def test_slots_of_all_sizes_never_overlap_and_nothing_is_lost(steps: list[tuple[
     slots.release([slot for slot, _ in held.values()])
     assert len(slots._ground) == 3
     assert slots.free_bytes == slots.total_bytes
+
+
+def test_ground_that_a_long_span_never_used_is_there_for_a_size_that_comes_later() -> None:
+    slots = slots_of([192], 3)
+    slots.seal(slots.take(3 * UNIT, 6), range(6))
+    slots.register(UNIT)
+    assert slots.free(UNIT) == 192 - slots.used_bytes // UNIT - 6 == 168
