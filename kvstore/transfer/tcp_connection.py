@@ -87,7 +87,8 @@ class Connection:
                     pass
         except OSError as e:
             why = "broken" if self._in_push else ""
-            log.info("tcp_connection_ended", writer=self.writer, in_push=self._in_push, error=str(e))
+            say = log.debug if self.writer is None else log.info  # strangers may come in crowds
+            say("tcp_connection_ended", writer=self.writer, in_push=self._in_push, error=str(e))
         except (InvalidRequest, Bug) as e:
             why = "malformed"
             log.warning("tcp_refused", writer=self.writer, error=e.message)

@@ -51,7 +51,8 @@ class TcpReceiver:
         self._token = b""
         self._cuts: dict[Life, int] = {}  # in this life
         self._opened = 0
-        self._connections: dict[Connection, None] = {}  # oldest first
+        self._connections: set[Connection] = set()
+        self._strangers: dict[Connection, None] = {}  # those of them without a hello yet, oldest first
         self._counted = dict.fromkeys(("refused", "malformed", "broken", "cut"), 0)
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -118,6 +119,11 @@ class TcpReceiver:
         await asyncio.to_thread(_end, former)
         return self.describe()
 
+    def writers(self) -> set[Life]:
+        """Who is connected."""
+        with self._lock:
+            return {one.writer for one in self._connections if one.writer is not None}
+
     def transport_used(self) -> str:
         return "tcp"
 
@@ -156,13 +162,16 @@ class TcpReceiver:
         assert self._target is not None
         connection = Connection(accepted, self._target, self._hello_s, self._admit, self._leave)
         with self._lock:
-            strangers = [one for one in self._connections if one.writer is None]
-            if len(strangers) >= MAX_STRANGERS:
-                strangers[0].shut()
             full = self._closing.is_set() or len(self._connections) >= MAX_CONNECTIONS
-            self._counted["refused"] += full
+            crowded = len(self._strangers) >= MAX_STRANGERS
+            self._counted["refused"] += full + crowded
+            if crowded:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.shut()
             if not full:
-                self._connections[connection] = None
+                self._connections.add(connection)
+                self._strangers[connection] = None
         if full:
             accepted.close()
             return
@@ -178,16 +187,18 @@ class TcpReceiver:
     def _admit(self, connection: Connection, hello: tcp_wire.Hello, writer: Life) -> bool:
         """Under the lock, so that whoever gets in is seen by the next ``cut`` or ``remake``."""
         with self._lock:
-            known = hmac.compare_digest(hello.token, self._token)
+            known = hmac.compare_digest(hello.token, self._token) and connection in self._strangers
             if not known or hello.admission != self._cuts.get(writer, 0) or self._closing.is_set():
                 self._counted["refused"] += 1
                 return False
+            del self._strangers[connection]
             connection.writer = writer
             return True
 
     def _leave(self, connection: Connection, why: str) -> None:
         with self._lock:
-            self._connections.pop(connection, None)
+            self._connections.discard(connection)
+            self._strangers.pop(connection, None)
             if why:
                 self._counted[why] += 1
 

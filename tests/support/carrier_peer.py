@@ -171,8 +171,9 @@ def _send(carrier: str, size: int) -> None:
     for order in _orders():
         match order["do"]:
             case "push":
-                rows = np.array(order["rows"], dtype=np.int64)
-                pushed.append(sender.push(from_json(order["target"]), rows, bytes.fromhex(order["frame"])))
+                rows, target = np.array(order["rows"], dtype=np.int64), from_json(order["target"])
+                for _ in range(order.get("times", 1)):
+                    pushed.append(sender.push(target, rows, bytes.fromhex(order["frame"])))
                 _answer(len(pushed))
             case "connect":
                 _answer(sender.connect(from_json(order["target"])).result(20))
