@@ -7,12 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+from collections import Counter
+
+import numpy as np
 
 from moonpool.core.config import TimingConfig
+from moonpool.core.errors import DigestMismatch
 from moonpool.core.ids import Role
+from moonpool.core.landing import Ticket
+from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
 from moonpool.wire import pb
 from support.store import LAYOUT, MappedWriter, block_bytes, block_keys, member
+
+
+def read_until(stop: threading.Event, client: WorkerStore, ticket: Ticket, seen: Counter[str]) -> None:
+    """In small steps, so that being frozen mostly strikes in the middle of a slice."""
+    into = np.empty(LAYOUT.slice_bytes, np.uint8)
+    content = {slot.key: block_bytes(slot.key) for slot in ticket.slots}
+    while not stop.is_set():
+        for slot in ticket.slots:
+            for layer in range(LAYOUT.layers):
+                try:
+                    client.read_slice(slot, layer, into, LAYOUT.block_tokens)
+                except DigestMismatch:
+                    seen["miss"] += 1
+                else:
+                    right = (into == slices.slice_of(LAYOUT, content[slot.key], 0, layer)).all()
+                    seen["right" if right else "wrong"] += 1
 
 
 async def main(address: str, node: str, id: str, incarnation: int, what: str) -> None:
@@ -33,11 +56,19 @@ async def main(address: str, node: str, id: str, incarnation: int, what: str) ->
         await writer.push(landing, layers=[0])
     elif what == "reserve":
         await client._stub.Reserve(pb.store.KeysRequest(session=client._number, keys=block_keys("k", 4)))
+    elif what == "read":  # what another worker published, again and again, also after it has been frozen
+        ticket = await client.pin(block_keys("k", 4))
+        seen, stop = Counter[str](), threading.Event()
+        reading = asyncio.create_task(asyncio.to_thread(read_until, stop, client, ticket, seen))
     elif what == "pin":
         await client.publish([(key, block_bytes(key)) for key in block_keys("k", 2)])
         await client.pin(block_keys("k", 2))
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    if what == "read":
+        stop.set()
+        await reading
+        print(" ".join(f"{name}={seen[name]}" for name in ("right", "miss", "wrong")), flush=True)
     await writer.close()
     await client.close()
 

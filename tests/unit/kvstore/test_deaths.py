@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.store import Roll, block_keys, config, member, store_node, until, worker, writer
+from support.store import Roll, block_bytes, block_keys, config, member, store_node, until, worker, writer
 
 from moonpool.core.errors import Reason
 from moonpool.core.ids import Incarnation, MemberId, Role
@@ -64,6 +64,11 @@ async def test_blocks_that_a_killed_publisher_had_begun_are_misses_and_can_be_wr
     async with store_node(config(tmp_path), Roll()) as node, worker(node) as (client, _), process(node, "reserve") as child:
         stub = client._stub
         assert node.numbers()["slots_reserved"] == 4
+        reply = await stub.Reserve(pb.store.KeysRequest(session=client._number, keys=block_keys("k", 4)))
+        assert {one.state for one in reply.reservations} == {"in_flight"}
+        cleared = await stub.Clear(pb.store.KeysRequest(keys=block_keys("k", 4)))
+        assert (cleared.cleared, node.numbers()["slots_free"]) == (0, 12), "clearing takes no slot from its writer"
+        assert await client.lookup(block_keys("k", 4)) == 0, "never partial"
         child.kill()
         await until(lambda: node.numbers()["slots_free"] == 16, "its slots come free")
         assert await client.lookup(block_keys("k", 4)) == 0
@@ -88,6 +93,22 @@ async def test_a_frozen_workers_pins_go_and_what_it_was_writing_is_fenced_until_
         assert node.numbers()["slots_fenced"] == 4, "nobody said that it is silent in the cluster: it is not killed"
         writing.kill()
         await until(lambda: node.numbers()["slots_free"] == 16, "its death frees them")
+
+
+async def test_a_reader_that_was_frozen_over_the_end_of_its_ticket_wakes_to_misses(tmp_path: Path) -> None:
+    async with store_node(config(tmp_path, slots=4), Roll()) as node, worker(node) as (client, _):
+        await client.publish([(key, block_bytes(key)) for key in block_keys("k", 4)])
+        async with process(node, "read") as reading:
+            await asyncio.sleep(0.1)
+            reading.send_signal(signal.SIGSTOP)
+            await until(lambda: node.numbers()["pins"] == 0, "its ticket ends")
+            assert await client.publish([(key, block_bytes(key)) for key in block_keys("n", 4)]) == 4
+            reading.send_signal(signal.SIGCONT)
+            await asyncio.sleep(0.05)
+            out, _ = await asyncio.to_thread(reading.communicate)
+        seen = dict(part.split("=") for part in out.decode().split() if "=" in part)
+        assert seen["wrong"] == "0"
+        assert int(seen["right"]) > 0 and int(seen["miss"]) > 0
 
 
 async def test_a_frozen_worker_is_left_alone_where_killing_is_off(tmp_path: Path) -> None:
