@@ -138,10 +138,7 @@ def copy(
     chosen = blocks_of(running, keys, prompt, chat)
 
     async def work(control: StoreControl) -> list[Reply]:
-        from moonpool.cluster.prompt_keys import layout_of
-
-        layout = layout_of(list(control.stores))
-        return [await control.copy(chosen, source, target, layout, dry_run=dry_run, deadline_s=seconds)]
+        return [await control.copy(chosen, source, target, dry_run=dry_run, deadline_s=seconds)]
 
     replies = ask(running, None, work)
     store_view.show(replies, as_json)
@@ -166,14 +163,13 @@ def move(
     """Copy blocks to another node, then drop them where they were."""
     running = find(name, config_file, settings)
     chosen = blocks_of(running, keys, prompt, chat)
-
-    async def work(control: StoreControl, dry: bool) -> list[Reply]:
-        from moonpool.cluster.prompt_keys import layout_of
-
-        layout = layout_of(list(control.stores))
-        return await control.move(chosen, source, target, layout, dry_run=dry, deadline_s=seconds)
-
-    replies = change(running, None, work, dry_run, yes)
+    replies = change(
+        running,
+        None,
+        lambda control, dry: control.move(chosen, source, target, dry_run=dry, deadline_s=seconds),
+        dry_run,
+        yes,
+    )
     store_view.show(replies, as_json)
     end(replies, done=complete(replies[0]) and not any(r.facts.get("kept") for r in replies))
 

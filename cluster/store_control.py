@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import grpc
@@ -18,8 +19,10 @@ from moonpool.core.errors import InvalidRequest, MoonpoolError, NoPath
 from moonpool.core.ids import Role
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member
+from moonpool.core.use import Use
+from moonpool.kvstore.codecs.copies import copy_key
 from moonpool.wire import pb
-from moonpool.wire.convert import to_wire
+from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
 CALL_S = 10.0
@@ -137,10 +140,8 @@ class StoreControl:
         request = pb.store_admin.SetQuotaRequest(tenant=tenant, bytes=size, dry_run=dry_run)
         return await self._each(lambda stub: _quota_set(stub.SetQuota(request, timeout=CALL_S)))
 
-    async def copy(
-        self, keys: Sequence[bytes], source: str, target: str, layout: KVLayout, *, dry_run: bool, deadline_s: float = 60.0
-    ) -> Reply:
-        """Bring the leading blocks of ``keys`` that ``source`` holds to ``target``, and keep them there.
+    async def copy(self, keys: Sequence[bytes], source: str, target: str, *, dry_run: bool, deadline_s: float = 60.0) -> Reply:
+        """Bring the leading blocks of ``keys`` that ``source`` holds to ``target``, and keep them there; lossy copies as such.
 
         ``blocks``: how many leading ones it holds then; ``wanted``: how many the source had.
         """
@@ -153,32 +154,44 @@ class StoreControl:
         if there.trouble or here.trouble:
             return there if there.trouble else here
         wanted, have = int(there.facts["leading"]), int(here.facts["leading"])
+        facts: Facts = {"wanted": wanted, "blocks": have, "brought": 0, "bytes": 0, "carrier": ""}
         if wanted <= have:
-            return Reply(target, {"wanted": wanted, "blocks": have, "brought": 0, "bytes": 0, "carrier": ""})
+            return Reply(target, facts)
         if dry_run:
             size = sum(int(row["bytes"]) for row in there.rows[have:wanted])
-            return Reply(target, {"wanted": wanted, "blocks": wanted, "brought": wanted - have, "bytes": size, "carrier": ""})
-        request = pb.store.ReplicateRequest(keys=keys[:wanted], node=origin.node, deadline_ms=int(deadline_s * 1e3))
-        to_wire(layout, request.layout)
-        return await self._ask(goal, lambda _: self._replicate(goal, request, wanted, have))
+            return Reply(target, facts | {"blocks": wanted, "brought": wanted - have, "bytes": size})
+        return await self._ask(goal, lambda _: self._bring(origin, goal, keys, there.rows[:wanted], facts, deadline_s))
 
-    async def _replicate(self, goal: Member, request: pb.store.ReplicateRequest, wanted: int, have: int) -> Reply:
-        stub: Any = pb.store_rpc.StoreStub(self._channels[goal.node])
-        reply = await stub.Replicate(request, timeout=request.deadline_ms / 1e3 + GRACE_S)
-        facts: Facts = {
-            "wanted": wanted,
-            "blocks": reply.blocks,
-            "brought": max(reply.blocks - have, 0),
-            "bytes": reply.bytes,
-            "carrier": reply.carrier,
-        }
-        return Reply(goal.node, facts)
+    async def _bring(
+        self, origin: Member, goal: Member, keys: Sequence[bytes], rows: Sequence[Facts], facts: Facts, deadline_s: float
+    ) -> Reply:
+        """Full blocks by their own keys; then, where only lossy copies are left, all copies of the sequence by theirs."""
+        admin = pb.store_admin_rpc.StoreAdminStub(self._channels[origin.node])
+        known = await admin.Describe(pb.types.Empty(), timeout=CALL_S)
+        layouts = {layout.fingerprint: layout for layout in (from_wire(one.layout, KVLayout) for one in known.layouts)}
+        full = len(list(takewhile(lambda row: not row["codec"], rows)))
+        parts = [(keys[:full], rows[:full])] if full else []
+        if full < len(rows):
+            codec = str(rows[full]["codec"])
+            parts.append(([copy_key(key, codec) for key in keys[: len(rows)]], rows[full:]))
+        begun = asyncio.get_running_loop().time()
+        for names, part in parts:
+            request = pb.store.ReplicateRequest(keys=names, node=origin.node)
+            request.deadline_ms = max(int((deadline_s - (asyncio.get_running_loop().time() - begun)) * 1e3), 1)
+            to_wire(layouts[str(part[0]["layout"])], request.layout)
+            to_wire(Use(str(part[0]["tenant"])), request.use)
+            stub: Any = pb.store_rpc.StoreStub(self._channels[goal.node])
+            reply = await stub.Replicate(request, timeout=request.deadline_ms / 1e3 + GRACE_S)
+            facts = facts | {"bytes": int(facts["bytes"]) + reply.bytes, "carrier": reply.carrier or facts["carrier"]}
+        after = await _inspect(pb.store_admin_rpc.StoreAdminStub(self._channels[goal.node]), keys)
+        blocks = int(after.facts["leading"])
+        return Reply(goal.node, facts | {"blocks": blocks, "brought": max(blocks - int(facts["blocks"]), 0)})
 
     async def move(
-        self, keys: Sequence[bytes], source: str, target: str, layout: KVLayout, *, dry_run: bool, deadline_s: float = 60.0
+        self, keys: Sequence[bytes], source: str, target: str, *, dry_run: bool, deadline_s: float = 60.0
     ) -> list[Reply]:
         """``copy``; then what the target has sealed is dropped at the source, where nobody uses it there."""
-        copied = await self.copy(keys, source, target, layout, dry_run=dry_run, deadline_s=deadline_s)
+        copied = await self.copy(keys, source, target, dry_run=dry_run, deadline_s=deadline_s)
         if copied.trouble or not copied.facts["blocks"]:
             return [copied]
         sealed = min(int(copied.facts["blocks"]), int(copied.facts["wanted"]))
@@ -210,6 +223,7 @@ async def _inspect(stub: Any, keys: Sequence[bytes]) -> Reply:
             "key": one.key.hex(),
             "tiers": "+".join(one.tiers),
             "codec": one.codec,
+            "layout": one.layout,
             "tenant": one.tenant,
             "held": one.held,
             "bytes": one.bytes,

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.kvstore.checks import checked_keys
+from moonpool.kvstore.codecs.copies import all_keys
 from moonpool.kvstore.control import Cleaned, Control
 from moonpool.kvstore.node import StoreNode
 from moonpool.wire import pb
+from moonpool.wire.convert import to_wire
 from moonpool.wire.status import abort
 
 MAX_NAME = 256
@@ -57,7 +59,8 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
 
     @answered
     async def Drop(self, request: pb.store_admin.DropRequest, context: Any) -> pb.store_admin.CleanReply:
-        return self._cleaned(self._control.drop(checked_keys(request.keys), request.dry_run))
+        names = [name for key in checked_keys(request.keys) for name in all_keys(key)]
+        return self._cleaned(self._control.drop(names, request.dry_run))
 
     @answered
     async def Clean(self, request: pb.store_admin.CleanRequest, context: Any) -> pb.store_admin.CleanReply:
@@ -83,7 +86,10 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
     @answered
     async def Describe(self, request: pb.types.Empty, context: Any) -> pb.store_admin.Description:
         node = self._node
-        return pb.store_admin.Description(node=node.member.node, numbers=node.numbers(), words=node.words())
+        reply = pb.store_admin.Description(node=node.member.node, numbers=node.numbers(), words=node.words())
+        for layout, blocks in self._control.layouts():
+            to_wire(layout, reply.layouts.add(blocks=blocks, bytes=blocks * layout.slot_bytes).layout)
+        return reply
 
 
 def _name(value: str, field: str) -> str:

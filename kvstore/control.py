@@ -5,11 +5,12 @@ Pure. Nothing that is in use goes: neither a pinned block, nor one that has such
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.events import Tier
-from moonpool.core.layout import RAW
+from moonpool.core.layout import RAW, KVLayout
 from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key
 from moonpool.kvstore.index import Entry
 from moonpool.kvstore.pool import Pool
@@ -49,6 +50,12 @@ class Control:
                 codec = "" if layout.codec == RAW else layout.codec
                 return BlockState((Tier.G2,), layout.fingerprint, entry.use.tenant, codec, layout.slot_bytes)
         return BlockState()
+
+    def layouts(self) -> list[tuple[KVLayout, int]]:
+        """What is registered, with how many blocks of it are here."""
+        entries = (self._index.get(key) for key in self._index.keys())
+        count = Counter(entry.layout.fingerprint for entry in entries if entry is not None)
+        return [(layout, count[name]) for name, layout in self._pool.held.layouts.items()]
 
     def drop(self, keys: Iterable[bytes], dry_run: bool) -> Cleaned:
         """Drop exactly ``keys``. One that is in use, or that other blocks follow, stays."""

@@ -32,10 +32,13 @@ class StoreCluster:
     settings: Config
     nodes: dict[str, StoreNode] = field(default_factory=dict)
 
-    async def publish(self, node: str, keys: Sequence[bytes], parent: bytes | None = None, tenant: str = "default") -> None:
+    async def publish(
+        self, node: str, keys: Sequence[bytes], parent: bytes | None = None, tenant: str = "default", *, values: bool = False
+    ) -> None:
+        """``values``: finite numbers that a codec can take, not any bytes."""
         async with worker(self.nodes[node], f"author-{node}") as (client, _):
-            stored = await client.publish([(key, block_bytes(key)) for key in keys], parent, Use(tenant))
-            assert stored == len(keys)
+            blocks = [(key, block_bytes(key) & 0x3F if values else block_bytes(key)) for key in keys]
+            assert await client.publish(blocks, parent, Use(tenant)) == len(keys)
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from moonpool.cluster.store_control import StoreControl, What
 from moonpool.cluster.store_events import Line, StoreEvents
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import Role
+from moonpool.core.use import Use
 
 KEYS = block_keys("k", 5)
 
@@ -34,12 +35,12 @@ async def test_a_copy_is_kept_at_its_target_and_a_second_one_moves_nothing(tmp_p
     async with store_cluster(tmp_path) as cluster, await StoreControl.open(cluster.registry) as control:
         await cluster.publish("a", KEYS[:4])
         await cluster.publish("b", KEYS[:1])
-        plan = await control.copy(KEYS, "a", "b", LAYOUT, dry_run=True)
+        plan = await control.copy(KEYS, "a", "b", dry_run=True)
         assert (plan.facts["wanted"], plan.facts["brought"]) == (4, 3)
         assert (await control.inspect(KEYS))[1].facts["leading"] == 1
-        done = await control.copy(KEYS, "a", "b", LAYOUT, dry_run=False)
+        done = await control.copy(KEYS, "a", "b", dry_run=False)
         assert (done.node, done.facts["blocks"], done.facts["brought"], done.facts["carrier"]) == ("b", 4, 3, "memory")
-        again = await control.copy(KEYS, "a", "b", LAYOUT, dry_run=False)
+        again = await control.copy(KEYS, "a", "b", dry_run=False)
         assert (again.facts["blocks"], again.facts["brought"], again.facts["bytes"]) == (4, 0, 0)
         assert [r.facts["leading"] for r in await control.inspect(KEYS)] == [4, 4]
 
@@ -49,11 +50,11 @@ async def test_a_move_drops_at_the_source_what_the_target_has_and_nothing_that_o
         await cluster.publish("a", KEYS)
         branch = block_keys("other", 2)
         await cluster.publish("a", branch, parent=KEYS[1])
-        plan = await control.move(KEYS, "a", "b", LAYOUT, dry_run=True)
+        plan = await control.move(KEYS, "a", "b", dry_run=True)
         assert [r.node for r in plan] == ["b", "a"]
         assert (plan[1].facts["cleared"], plan[1].facts["kept"]) == (3, 2)
         assert [r.facts["leading"] for r in await control.inspect(KEYS)] == [5, 0]
-        done = await control.move(KEYS, "a", "b", LAYOUT, dry_run=False)
+        done = await control.move(KEYS, "a", "b", dry_run=False)
         assert done[0].facts["blocks"] == 5
         assert done[1].facts == plan[1].facts
         assert [r.facts["leading"] for r in await control.inspect(KEYS)] == [2, 5]
@@ -92,7 +93,7 @@ async def test_a_node_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> No
             a, b = await control.inspect(KEYS)
             assert "store node a cannot be reached" in a.trouble
             assert b.facts["leading"] == 5
-            assert "store node a cannot be reached" in (await control.copy(KEYS, "b", "a", LAYOUT, dry_run=False)).trouble
+            assert "store node a cannot be reached" in (await control.copy(KEYS, "b", "a", dry_run=False)).trouble
 
 
 async def test_nodes_are_named_by_their_ids(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ async def test_nodes_are_named_by_their_ids(tmp_path: Path) -> None:
             await StoreControl.open(cluster.registry, ["c"])
         async with await StoreControl.open(cluster.registry) as control:
             with pytest.raises(InvalidRequest, match="name another node"):
-                await control.copy(KEYS, "a", "a", LAYOUT, dry_run=True)
+                await control.copy(KEYS, "a", "a", dry_run=True)
 
 
 async def test_without_store_nodes_there_is_nothing_to_control(tmp_path: Path) -> None:
@@ -123,3 +124,24 @@ async def test_watching_begins_with_what_is_held_and_follows_every_change(tmp_pa
             async with await StoreControl.open(cluster.registry) as control:
                 await control.clean(What(keys=(KEYS[3],)), dry_run=False)
             assert await anext(lines) == Line("a", "removed", "g2", 2, (KEYS[4], KEYS[3]))
+
+
+async def test_lossy_copies_travel_as_they_are_and_are_moved_like_full_blocks(tmp_path: Path) -> None:
+    lossy = {"codecs": ("int8",), "lossy_for": ("alice",)}
+    async with store_cluster(tmp_path, store=lossy) as cluster, await StoreControl.open(cluster.registry) as control:
+        await cluster.publish("a", KEYS, tenant="alice", values=True)
+        (done,) = (r for r in await control.compress(KEYS, "int8", dry_run=False) if r.node == "a")
+        assert done.facts["compressed"] == 5
+        assert {row["codec"] for row in (await control.inspect(KEYS))[0].rows} == {"int8"}
+        moved = await control.move(KEYS, "a", "b", dry_run=False)
+        assert (moved[0].facts["blocks"], moved[0].facts["brought"]) == (5, 5)
+        assert (moved[1].facts["cleared"], moved[1].facts["kept"]) == (5, 0)
+        a, b = await control.inspect(KEYS)
+        assert (a.facts["leading"], b.facts["leading"]) == (0, 5)
+        assert {(row["codec"], row["tenant"]) for row in b.rows} == {("int8", "alice")}
+        async with worker(cluster.nodes["b"]) as (reader, _):
+            for tenant, blocks in (("bob", 0), ("alice", 5)):
+                ticket = await reader.pin(KEYS, Use(tenant), 5_000)
+                assert len(ticket.slots) == blocks
+                await reader.unpin(ticket)
+        assert (await control.clean(What(keys=(KEYS[0],)), dry_run=False))[1].facts["cleared"] == 10  # decoded ones, too
