@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
 
 from moonpool.cluster.membership import Membership
-from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.ids import Incarnation, MemberId, NodeId
 from moonpool.core.membership import Liveness, MemberChange
 
 
 class DeathWatch:
-    """Holds one pidfd per live member. A pidfd becomes readable when its process ends, and never names another one."""
+    """Holds one pidfd per live member of ``nodes``, those of this machine: another machine's pids mean nothing here.
 
-    def __init__(self, peers: Membership) -> None:
-        self._peers = peers
+    A pidfd becomes readable when its process ends, and never names another one.
+    """
+
+    def __init__(self, peers: Membership, nodes: Collection[NodeId]) -> None:
+        self._peers, self._nodes = peers, frozenset(nodes)
         self._held: dict[tuple[MemberId, Incarnation], int] = {}
         self._stop = peers.subscribe(self._changed)
 
@@ -25,6 +29,8 @@ class DeathWatch:
 
     def _changed(self, change: MemberChange) -> None:
         member = change.member
+        if member.node not in self._nodes:
+            return
         if change.liveness is Liveness.GONE:
             self._let_go(member.id, member.incarnation)
         elif change.liveness is Liveness.LIVE and (member.id, member.incarnation) not in self._held:

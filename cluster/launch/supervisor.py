@@ -24,7 +24,7 @@ from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config, StoreConfig
 from moonpool.core.errors import ConfigError, NoPath
-from moonpool.core.ids import MemberId, Role
+from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member
 from moonpool.kvstore.regions import DEFAULT_DIRECTORY, free_memory, reclaim
 
@@ -67,7 +67,7 @@ class Supervisor:
         state = ClusterState(ProcessRecord.of(os.getpid()), self._config.cluster.name, self._config.cluster.launcher, address)
         self._state.write(state)
         peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why, replaced: None)
-        self._deaths = DeathWatch(peers)
+        self._deaths = DeathWatch(peers, [NodeId(node.name) for node in self._config.cluster.nodes])
         config = with_shared_pool(self._config, memory=free_memory(), space=_space(region_directory(self._config.store)))
         for stage in plan(config, registry=address, model_dir=model_dir):
             self._say(f"starting {', '.join(spec.member for spec in stage)}")

@@ -39,7 +39,7 @@ async def main(folder: Path) -> dict[str, Any]:
     registry = Registry(config.timing)
     address = await registry.start("127.0.0.1")
     peers = Membership(address, config.timing, lambda why, replaced: None)
-    deaths = DeathWatch(peers)
+    deaths = DeathWatch(peers, [NodeId("a"), NodeId("b")])
     for name, node in NAMES.items():
         await launcher.start(RoleSpec(name, Role.CONDUCTOR, node, config, address, Path("none")))
     first = await both(peers, {})

@@ -53,7 +53,7 @@ class House:
         address = await self.registry.start("127.0.0.1")
         self.peers = Membership(address, self.config.timing, lambda why, replaced: None)
         self.peers.subscribe(lambda c: self.lives.append((c.member.pid, c.liveness.value, c.proof)))
-        self.deaths = DeathWatch(self.peers)
+        self.deaths = DeathWatch(self.peers, [NodeId("a")])
         await self.launcher.open()
         await self.launcher.start(RoleSpec(NAME, Role.CONDUCTOR, NodeId("a"), self.config, address, Path("none")))
 
