@@ -42,14 +42,16 @@ class Segments:
         self._counted = counted
         self._lost = lost
         self._formatting = asyncio.Lock()
+        self._replacing = asyncio.Lock()
         self._forwards: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, work: Coroutine[object, object, None]) -> None:
-        """Run it beside serving; ``stop`` waits for it. An exception of it is a bug and reaches the loop's handler."""
+    def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """Run it beside serving; ``quiet`` waits for it. An exception of it is a bug and reaches the loop's handler."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # -- where things lie --------------------------------------------------------------------------------------------
 
@@ -120,8 +122,14 @@ class Segments:
                 await self.format(segment, layout)
 
     async def format(self, segment: Segment, layout: KVLayout | None) -> None:
-        """Give an idle segment, or one of an unknown layout, to ``layout`` or to nobody. Where that fails it is retired."""
+        """Give an idle segment, or one of an unknown layout, to ``layout`` or to nobody. Where that fails it is retired.
+
+        Once begun it goes on when the caller is cancelled: disk and memory must agree on whose segment it is.
+        """
         segment.moving = True
+        await asyncio.shield(self.spawn(self._format(segment, layout)))
+
+    async def _format(self, segment: Segment, layout: KVLayout | None) -> None:
         life = Segment(segment.number, segment.size, layout, self._sequence(), int(self._wall()))
         ok = await self._write_header(segment, SegmentHeader(life.number, life.size, life.epoch, life.seen, layout))
         segment.moving = False
@@ -212,7 +220,8 @@ class Segments:
         number = opened.next_number
         opened.next_number += 1
         try:
-            file = await asyncio.to_thread(_restored, opened, number, size, int(self._wall()))
+            async with self._replacing:
+                file = await asyncio.to_thread(_restored, opened, number, size, int(self._wall()))
         except OSError as e:
             opened.notes.append(f"a lost segment could not be made again: {e.strerror}")
             return
@@ -237,8 +246,8 @@ class Segments:
             words["ssd_notes"] = "; ".join(self._opened.notes[-4:])
         return words
 
-    async def stop(self) -> None:
-        """Ends what runs beside serving."""
+    async def quiet(self) -> None:
+        """Until nothing runs beside serving."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -65,7 +65,7 @@ def _silent(done: int, total: int) -> None:
 
 class SsdTier:
     """Event-loop only. ``on_lost(extents)`` and ``on_moved({from: to})`` are called on the loop, before the call that
-    brought them about returns; ``on_lost`` may name extents its listener never learned of (writes not answered yet).
+    brought them about returns; both may name extents that their listener has not learned of yet, or freed just now.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class SsdTier:
         except asyncio.CancelledError:
             self.free(extent for extent in out if extent is not None)  # nobody will learn of them
             raise
-        return out
+        where = self._segments.resolve  # files may have gone, and blocks moved, since the first of these was written
+        return [None if extent is None else where(extent, block.layout) for extent, block in zip(out, blocks, strict=True)]
 
     async def _write_layout(self, layout: KVLayout, blocks: list[Write], places: list[int], out: list[int | None]) -> None:
         self.register(layout)
@@ -307,10 +308,14 @@ class SsdTier:
         """State in words, for operators."""
         return self._segments.words()
 
+    async def quiet(self) -> None:
+        """Until nothing runs beside serving: compaction, new files for lost ones, headers of torn blocks written over."""
+        await self._segments.quiet()
+
     async def close(self) -> None:
         """Waits for what is under way. Everything written stays for the next start."""
         self._compactor.stop()
-        await self._segments.stop()
+        await self._segments.quiet()
         await self._flow.close()
         self._segments.close()
 
