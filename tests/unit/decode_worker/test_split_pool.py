@@ -25,12 +25,18 @@ def ids(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(128), k=n)
 
 
+async def all_right(split: Split, *requests: Request) -> list[int]:
+    """Asked all at once and, when all is idle again, equal to their bare generations: the cached tokens of each."""
+    answers = await asyncio.gather(*(split.gateway.ask_until_answered(request) for request in requests))
+    await split.idle()
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.error is None
+        assert answer.ids == split.oracle(request), request.id
+    return [answer.cached_tokens for answer in answers]
+
+
 async def right(split: Split, request: Request) -> int:
-    """Asked and equal to its bare generation: its cached tokens."""
-    answer = await split.gateway.ask_until_answered(request)
-    assert answer.error is None
-    assert answer.ids == split.oracle(request), request.id
-    return answer.cached_tokens
+    return (await all_right(split, request))[0]
 
 
 async def test_thirty_refusals_after_the_prefill_is_done_leave_no_page_at_the_prefill_worker(
@@ -59,7 +65,6 @@ async def test_a_hundred_clients_that_leave_while_their_prefix_loads_slowly_leav
 ) -> None:
     async with split_path(tmp_path, tiny_model, **(BOTH if role == "both" else {})) as split:
         await right(split, split.asker.request(ids(500), max_tokens=1))
-        await split.idle()
         await split.clear_device_pages()
         read = WorkerStore.read_slice
 
@@ -85,7 +90,6 @@ async def test_a_prefix_that_is_evicted_between_lookup_and_load_is_computed_and_
 ) -> None:
     async with split_path(tmp_path, tiny_model, slots=24, **BOTH) as split:
         await right(split, split.asker.request(ids(200), max_tokens=1))
-        await split.idle()
         await split.clear_device_pages()
         pin, evicted = WorkerStore.pin, []
 
@@ -95,10 +99,8 @@ async def test_a_prefix_that_is_evicted_between_lookup_and_load_is_computed_and_
 
         monkeypatch.setattr(WorkerStore, "pin", too_late)
         hit, other = split.asker.request(ids(200), max_tokens=4), split.asker.request(ids(150, 5), max_tokens=4)
-        cached, _ = await asyncio.gather(right(split, hit), right(split, other))
-        assert cached == 0
+        assert await all_right(split, hit, other) == [0, 0]
         assert sum(evicted) >= 12, "the hit was there when it was asked for"
-        await split.idle()
 
 
 async def test_a_load_into_full_pages_from_a_full_pool_works_and_the_counters_agree(tmp_path: Path, tiny_model: Path) -> None:
@@ -107,7 +109,6 @@ async def test_a_load_into_full_pages_from_a_full_pool_works_and_the_counters_ag
         for _ in range(3):
             for seed in (1, 2, 3):
                 await right(split, split.asker.request(ids(130, seed), max_tokens=20))
-            await split.idle()
             assert split.decode.numbers()["pages_cached"] + split.decode.numbers()["pages_free"] == 12
             numbers = store.numbers()
             assert numbers["slots_free"] + numbers["slots_sealed"] == 20
@@ -117,7 +118,6 @@ async def test_a_load_into_full_pages_from_a_full_pool_works_and_the_counters_ag
         await split.clear_device_pages()
         await right(split, split.asker.request(ids(150, 9), max_tokens=4))  # the pages are full again
         assert await right(split, only_in_pool) > 0
-        await split.idle()
 
 
 @pytest.mark.parametrize(("block", "blocks"), [(16, 32), (64, 8)])
@@ -129,12 +129,10 @@ async def test_every_missing_block_lands_in_its_own_place_when_the_reader_has_al
         tmp_path, tiny_model, nodes=("a", "b"), block_tokens=block, pages=2 * blocks + 8, slots=3 * blocks
     ) as split:
         await right(split, split.asker.request(prompt[: block * (blocks - 1)], max_tokens=1))
-        await split.idle()
         await split.prefills[0].clear_device_pages()
         split.stores["b"].pool.clear(None)
         await right(split, split.asker.request(prompt[:-1], max_tokens=4))
         await right(split, split.asker.request(prompt, max_tokens=4))
-        await split.idle()
         await split.prefills[0].clear_device_pages()
         pusher = split.prefills[0]._pusher
         grant = pusher.grant
@@ -146,7 +144,6 @@ async def test_every_missing_block_lands_in_its_own_place_when_the_reader_has_al
 
         pusher.grant = after_eviction  # type: ignore[method-assign]
         await right(split, split.asker.request(prompt, max_tokens=4))
-        await split.idle()
 
 
 async def test_transfers_start_whatever_the_requests_are_called(tmp_path: Path, tiny_model: Path) -> None:
@@ -162,8 +159,7 @@ async def test_transfers_start_whatever_the_requests_are_called(tmp_path: Path, 
         pusher.grant = late  # type: ignore[method-assign]
         requests = [split.asker.request(ids(40, i), name, max_tokens=3) for i, name in enumerate(names)]
         async with asyncio.timeout(20):
-            await asyncio.gather(*(right(split, request) for request in requests))
-        await split.idle()
+            await all_right(split, *requests)
 
 
 @pytest.mark.parametrize(("block", "cached"), [(16, 48), (64, 0)])
@@ -174,7 +170,6 @@ async def test_only_whole_shared_blocks_are_predicted_and_those_are_loaded(
         first = split.asker.request(ids(150), max_tokens=2)
         second = split.asker.request([*ids(48), *ids(100, 1)], max_tokens=2)
         await right(split, first)
-        await split.idle()
         await split.clear_device_pages()
         predicted = split.stores["a"].pool.lookup(second.keys) * block
         assert predicted == cached
