@@ -43,6 +43,35 @@ def handoff(
     _print(measure(**_chosen({"carrier": carrier, "repeats": repeats, "model": model})), as_json)
 
 
+@bench.command("carrier")
+def carrier(
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="tcp, ucx, ucxx or segment; all of them if left out.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Turns per figure.")] = None,
+    peer_python: Annotated[str | None, typer.Option("--peer-python", help="An interpreter that has NIXL.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes between two processes by each carrier, against a bare socket."""
+    from moonpool.bench.carrier import carrier as measure
+
+    _print(measure(**_chosen({"only": only, "repeats": repeats, "peer_python": peer_python})), as_json)
+
+
+@bench.command("store")
+def store(
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Turns per figure.")] = None,
+    peer_python: Annotated[
+        str | None, typer.Option("--peer-python", metavar="PATH", help="An interpreter that has other stores to compare with.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Values put into and got from a store node in another process, against plain copies, in one run."""
+    from moonpool.bench.store import store as measure
+
+    _print(measure(**_chosen({"repeats": repeats, "peer_python": peer_python})), as_json)
+
+
 @bench.command("place")
 def place(as_json: AsJson = False) -> None:
     """How long the conductor takes to decide."""
