@@ -150,9 +150,13 @@ class Connection:
             if not into[at]:
                 at += 1
                 continue
-            taken = self._socket.recvmsg_into(into[at : at + AT_ONCE], 0, socket.MSG_WAITALL)[0]
+            batch = into[at : at + AT_ONCE]
+            taken = self._socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
             if not taken:
                 raise ConnectionResetError("closed in the middle of a push")
+            if taken == sum(map(len, batch)):
+                at += len(batch)
+                continue
             while taken and taken >= len(into[at]):
                 taken -= len(into[at])
                 at += 1
