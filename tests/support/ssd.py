@@ -162,7 +162,7 @@ class Faulty(Io):
         size = sum(b.nbytes for b in buffers)
         fault = self.write(fd, next(self._calls), size, offset)
         if isinstance(fault, Short):
-            return super().pwritev(fd, [b[: fault.size] for b in buffers[:1]], offset)
+            return super().pwritev(fd, _prefix(buffers, fault.size), offset)
         if fault is not None:
             raise OSError(fault, "injected")
         return super().pwritev(fd, buffers, offset)
@@ -178,6 +178,15 @@ class Faulty(Io):
         if fault is not None:
             raise OSError(fault, "injected")
         return super().preadv(fd, buffers, offset)
+
+
+def _prefix(buffers: Sequence[NDArray[np.uint8]], size: int) -> list[NDArray[np.uint8]]:
+    """The first ``size`` bytes, in whole pages."""
+    out, left = [], size // HEADER_BYTES * HEADER_BYTES
+    for buffer in buffers:
+        out.append(buffer[: max(0, left)])
+        left -= buffer.nbytes
+    return out
 
 
 @dataclass(frozen=True)
