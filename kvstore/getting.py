@@ -5,6 +5,7 @@ What fails its digest is quarantined at the store node and counts as not here.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,16 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent
+from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent, TransferFailed
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore import chunks, slices, values
 from moonpool.kvstore.host_link import HostLink
 from moonpool.kvstore.objects import RAW_LAYOUTS, decode_header, plan, require_fits
+from moonpool.kvstore.putting import AHEAD, portions
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
 
 PLACE = "library"  # where mismatches are counted
-GET_AT_ONCE = 256  # values pinned at a time
+GET_AT_ONCE = 64  # values asked for in one message
 
 
 def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
@@ -29,16 +31,29 @@ def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
 
 
 def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None) -> list[Any]:
-    """The value of each key, or None; copied into what ``into`` names for it, where that is given."""
-    out: list[Any] = []
-    while len(out) < len(keys):
-        part = keys[len(out) : len(out) + GET_AT_ONCE]
-        head, frame = link.ask(frames.encode_keys(Kind.OPEN, link.number(), part))
+    """The value of each key, or None; copied into what ``into`` names for it, where that is given.
+
+    The next portion is asked for before one is read, so that the store node finds it meanwhile.
+    """
+    out: list[Any] = [None] * len(keys)
+    todo = deque(portions(len(keys), GET_AT_ONCE))
+    asked: deque[range] = deque()
+    while todo or asked:
+        while todo and len(asked) < AHEAD:
+            asked.append(todo.popleft())
+            part = keys[asked[-1].start : asked[-1].stop]
+            link.send(frames.encode_keys(Kind.OPEN, link.number(), part))
+        mine = asked.popleft()
+        head, frame = link.receive()
         ticket, opened = frames.decode_opened(frame, head.items)
+        if not opened or len(opened) > len(mine):
+            raise TransferFailed(f"the store node answered for {len(opened)} keys where {len(mine)} were asked for")
+        if len(opened) < len(mine):  # the others did not fit into its answer
+            todo.appendleft(mine[len(opened) :])
         try:
-            for places in opened:
-                at = len(out)
-                out.append(_read(link, keys[at], places, None if into is None else into[at]) if places else None)
+            for i, places in zip(mine, opened, strict=False):
+                if places:
+                    out[i] = _read(link, keys[i], places, None if into is None else into[i])
         finally:
             _unpin(link, ticket)
     return out
@@ -48,7 +63,7 @@ def _read(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any
     try:
         return _read_value(link, key, places, into)
     except DigestMismatch:
-        link.ask(frames.encode_quarantine(link.number(), key, 0, PLACE))
+        link.send(frames.encode_quarantine(0, key, 0, PLACE))
         return None
 
 
@@ -64,7 +79,7 @@ def get_blocks(link: HostLink, layout: KVLayout, number: int, keys: Sequence[byt
                 _read_block(link, layout, keys[done], place, into[done])
                 done += 1
         except DigestMismatch:
-            link.ask(frames.encode_quarantine(link.number(), keys[done], 0, PLACE))
+            link.send(frames.encode_quarantine(0, keys[done], 0, PLACE))
             break
         finally:
             _unpin(link, ticket)

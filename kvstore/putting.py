@@ -16,8 +16,9 @@ from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import STATES, Granted, Kind, Link
 
 BATCH_BLOCKS = 64
-BATCH_BYTES = 4 << 20
-AHEAD = 2  # batches reserved and not yet filled
+BATCH_BYTES = 16 << 20
+FIRST = 4  # items asked for in the first message of a call
+AHEAD = 2  # messages on their way
 
 
 OF_STATE = dict(zip(STATES, (Put.STORED, Put.THERE, Put.COMING, Put.NO_ROOM, Put.NO_PARENT), strict=True))
@@ -29,13 +30,24 @@ class Batch:
     ids: list[int] = field(default_factory=list)
 
 
+def portions(n: int, most: int) -> Iterator[range]:
+    """0 to ``n`` in parts that grow up to ``most``: the first answer comes soon, and few messages are needed."""
+    at, size = 0, FIRST
+    while at < n:
+        yield range(at, min(at + size, n))
+        at += size
+        size = min(2 * size, most)
+
+
 def batches(items: Iterable[Item]) -> Iterator[Batch]:
-    """Items in order, as many at a time as keep a frame and the slots reserved ahead small."""
+    """Items in order, as many at a time as keep a frame and the slots reserved ahead small; the first ones are small."""
+    most = FIRST
     out: list[Item] = []
     blocks = size = 0
     for item in items:
-        if out and (blocks + len(item.wanted) > BATCH_BLOCKS or size + item.bytes > BATCH_BYTES):
+        if out and (blocks + len(item.wanted) > most or size + item.bytes > BATCH_BYTES):
             yield Batch(out)
+            most = min(2 * most, BATCH_BLOCKS)
             out, blocks, size = [], 0, 0
         out.append(item)
         blocks += len(item.wanted)
