@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle  # noqa: TID251  to write one, never to read one
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,8 @@ def test_a_pickle_an_oversized_value_and_the_record_of_another_are_refused_and_c
 
     book = Book(ADDRESS)
     other = encode(life()).replace(b"prefill-0", b"prefill-1")
-    values = [pickle.dumps(Bomb()), encode(life()) + bytes(MAX_BYTES), other]
+    long = encode(replace(life(), proof="x" * MAX_BYTES))
+    values = [pickle.dumps(Bomb()), long, other]
     for revision, value in enumerate(values, 1):
         assert book.event(Item(LIFE, value, revision)) == []
     assert book.refused == len(values)

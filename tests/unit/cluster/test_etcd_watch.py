@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle  # noqa: TID251  to write one, never to read one
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.line import Line
 from moonpool.cluster.etcd.book import Book
 from moonpool.cluster.etcd.client import Away, Compacted, Etcd, Put
 from moonpool.cluster.etcd.records import MAX_BYTES, encode
+from moonpool.cluster.etcd.registration import Registration
 from moonpool.cluster.etcd.trust import Trust
 from moonpool.cluster.etcd.watch import Watch
 from moonpool.cluster.survey import members as list_members
@@ -78,6 +80,40 @@ async def test_a_watch_below_the_compacted_revision_reads_everything_again(etcd:
         assert heard[-1].member.ready
         follow.cancel()
         await asyncio.gather(follow, return_exceptions=True)
+
+
+async def test_a_verdict_over_a_member_that_beats_again_does_not_stand(etcd: EtcdServer) -> None:
+    """A watcher that lags must not call silent who registered under a new lease meanwhile."""
+    async with operator(etcd.registry) as (client, address):
+        live = Put(address.life(NAME), encode(MemberChange(member(), Liveness.LIVE)))
+        await client.put_if({}, [live])
+        trust = Trust(gap_s=60.0, grace_s=0.0)
+        trust.answered(time.monotonic())
+        watch = Watch(address, Book(address), trust, 0.01, 5.0, lambda change: None, lambda: None)
+        await watch.begin(client)  # there is no beat yet
+        await client.put_if({}, [Put(address.beat(NAME), b"1")])
+        judge = asyncio.create_task(watch.judge(client))
+        await asyncio.wait({judge}, timeout=0.3)
+        item = await client.get(address.life(NAME))
+        assert item is not None and item.value == live.value
+        judge.cancel()
+        await asyncio.gather(judge, return_exceptions=True)
+
+
+async def test_a_silent_life_does_not_register_again_even_before_its_watch_tells_it(etcd: EtcdServer) -> None:
+    fences: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+    async with operator(etcd.registry) as (client, address):
+        silent = Put(address.life(NAME), encode(MemberChange(member(), Liveness.SILENT, "it froze")))
+        await client.put_if({}, [silent])
+        registration = Registration(address, 1, lambda why, replaced: fences.put_nowait((why, replaced)))
+        registration.begin(member())
+        keep = asyncio.create_task(registration.keep(client))
+        why, replaced = await asyncio.wait_for(fences.get(), 5.0)
+        assert not replaced and "it froze" in why
+        item = await client.get(address.life(NAME))
+        assert item is not None and item.value == silent.value
+        keep.cancel()
+        await asyncio.gather(keep, return_exceptions=True)
 
 
 async def test_a_watch_that_hangs_is_noticed(etcd: EtcdServer) -> None:
