@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,6 +98,8 @@ class Checked:
 
 
 class Operation(Protocol):
+    """One that is a context manager, too, is entered before its first child is forked, and left after its last check."""
+
     name: str
 
     def run(self, folder: Path, stage: Stage) -> None:
@@ -131,7 +134,8 @@ def crash(
     out: dict[str, Any] = {}
     rng = random.Random(seed)
     for operation in operations:
-        with tempfile.TemporaryDirectory(dir=path, prefix="moonpool-crash-") as folder:
+        around = operation if isinstance(operation, AbstractContextManager) else nullcontext()
+        with tempfile.TemporaryDirectory(dir=path, prefix="moonpool-crash-") as folder, around:
             struck = strike(operation, Path(folder), kills, rng)
         out[operation.name] = struck.figures()
         say(f"{operation.name}: {struck.kills} kills, {struck.in_the_middle} in the middle, {len(struck.faults)} faults")

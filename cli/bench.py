@@ -157,9 +157,11 @@ def crash(
 ) -> None:
     """Kill -9 at random instants of each operation: wrong bytes, missing blocks and lost space afterwards."""
     from moonpool.bench.crash import crash as measure
+    from moonpool.bench.crash_moves import move_operations
     from moonpool.bench.crash_ssd import ssd_operations
 
-    chosen = [operation for operation in ssd_operations() if only is None or operation.name in only]
+    every = [*move_operations(), *ssd_operations()]
+    chosen = [operation for operation in every if only is None or operation.name in only]
     figures = measure(chosen, kills=kills, path=path, seed=seed, say=lambda line: typer.echo(line, err=True))
     _print(figures, as_json)
     if figures["faults"]:

@@ -237,6 +237,7 @@ class Fetcher:
     ) -> Moved:
         """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
         pushing = self._node.spawn(self._push_to(landing, layout, targets, target_address, deadline_s))
+        pushing.add_done_callback(_heed)
         moved: Moved = await asyncio.shield(pushing)
         if not replica:
             self._node.spreader.read([slot.slot.key for slot in landing.slots])
@@ -282,6 +283,12 @@ class Fetcher:
             await self.stub(address).Drain(request, timeout=DRAIN_S)
         except grpc.aio.AioRpcError as e:
             raise error_of(e, address) from e
+
+
+def _heed(push: asyncio.Task[Moved]) -> None:
+    """Its caller may be gone, killed perhaps: then nobody else asks how it ended."""
+    if not push.cancelled() and (error := push.exception()) is not None:
+        log.info("push_failed", error=str(error))
 
 
 def require_target(landing: Landing, target: Endpoint) -> None:
