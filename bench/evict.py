@@ -7,6 +7,7 @@ that matches more than what everybody shares goes on with the conversation that 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import sys
 import time
@@ -24,6 +25,7 @@ POLICIES = ("lru", "lfu", "length_aware", "s3fifo", "hazard")
 SIZES = (1_000_000, 3_000_000, 10_000_000)
 TRUNK_FANOUT = 30  # continuations of a block from which on everybody shares it
 PART = 4  # blocks asked for at once, so that parents soon compete with the rest
+DECODE_S, DECODE_TOKEN_S = 2.0, 0.045  # a request ends so long after its arrival: what is learned from outputs comes late
 FULL_BLOCKS_ONLY = frozenset({"hazard"})
 
 
@@ -82,11 +84,16 @@ class Cache:
         self._found: dict[int, Block] = {}
         self._by_row: list[Block] = []
         self._free: list[int] = []
+        self._running: list[tuple[float, int, Use, int]] = []  # heap: when it ends, row of the file, use, output
 
     def request(self, row: TraceRow, use: Use) -> int:
         """Serve a prompt: returns how many of its tokens were here, then holds all its blocks that fit."""
         ids = row.hash_ids[: row.input_length // self._block] if self._whole else row.hash_ids
         now = row.timestamp_ms / 1e3
+        while self._running and self._running[0][0] <= now:
+            _, _, ended, output = heapq.heappop(self._running)
+            self._policy.ended(ended, output, now)
+        heapq.heappush(self._running, (now + DECODE_S + DECODE_TOKEN_S * row.output_length, row.row, use, row.output_length))
         held: list[Block] = []
         for one in ids:
             block = self._found.get(one)

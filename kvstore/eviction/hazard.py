@@ -22,23 +22,23 @@ from moonpool.kvstore.eviction.reuse import BINS, EDGES, WIDTH, ReuseHazard
 LEFTOVER = 0.02  # weight of blocks that a newer request of the conversation did not use
 SHARED_FROM = 30  # continuations of a block from which on it is common to many conversations
 SAME_REQUEST_S = 2.0  # calls of one request for the same use come at most this far apart
-REFIT_S = 90.0
-FIRST_FIT_S = 45.0
+REFIT_S = 30.0
+FIRST_FIT_S = 30.0
 RERANK_S = 1.0
 REMEMBERED_KEYS = 1 << 16
 KINDS = 64
-UNFINISHED = 1024  # requests whose next call may come
+RUNNING = 4096  # requests whose next call, or whose end, may come
 TURNS = (2, 3, 4, 5, 7, 10, 15)
 GAPS_S = (0, 15, 30, 60, 90, 150, 240, 400, 700)
 GROWTH = (0, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
-PROMPTS = 40  # half octaves
-CODES = (KINDS, len(TURNS) + 1, PROMPTS, len(GAPS_S) + 1, len(GROWTH) + 2, (len(TURNS) + 1) * PROMPTS)
+HALF_OCTAVES = 40  # of token counts
+CODES = (KINDS, len(TURNS) + 1, HALF_OCTAVES, len(GAPS_S) + 1, len(GROWTH) + 2)
 
 
 class Group:
     """The blocks whose newest user is one request."""
 
-    __slots__ = ("born", "codes", "curve", "left", "number", "open", "serial", "turn", "use", "value")
+    __slots__ = ("born", "codes", "curve", "left", "number", "open", "output", "serial", "turn", "use", "value")
 
     def __init__(self, serial: int, use: Use, turn: int, born: float) -> None:
         self.serial = serial
@@ -47,6 +47,7 @@ class Group:
         self.born = born
         self.number = 0  # its request in the model
         self.codes: tuple[int, ...] = ()
+        self.output = 0  # code of its output's length; 0 until it ended
         self.curve = (0, 0)  # number of the fit, and the row of its curve then
         self.open: list[tuple[int, int]] = []  # heap of (-block number, row): candidates, some stale
         self.value: float | None = None  # its place in the order of groups, if it has one
@@ -58,7 +59,10 @@ class Hazard:
     wants_keys = True
 
     def __init__(self) -> None:
-        self._model = ReuseHazard(CODES)
+        self._running = ReuseHazard(CODES)
+        self._ended = ReuseHazard((*CODES, HALF_OCTAVES))  # the same requests, by the length of their output too
+        self._newest: dict[Use, Group] = {}
+        self._ends = 0
         self._owner: list[Group | None] = []
         self._at: list[int] = []  # block number in the prompt
         self._candidate = bytearray()
@@ -116,6 +120,16 @@ class Hazard:
             self._candidate[row] = self._listed[row] = self._continued[row] = 0
         self._expect(use, first + len(rows), group, rows[-1])
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        group = self._newest.pop(use, None)
+        if group is not None:
+            self._ends += 1
+            group.output = _half_octave(output_tokens)
+            group.curve = (0, 0)
+            self._ended.recode(group.number, (*group.codes, group.output))
+            if group.value is not None:
+                self._late.append(group)
+
     def offer(self, rows: Sequence[int]) -> None:
         for row in rows:
             self._candidate[row] = 1
@@ -145,30 +159,37 @@ class Hazard:
         self._serial += 1
         group = Group(self._serial, use, use.turn, now)
         group.codes = self._coded(group, None, now)
-        group.number = self._model.begin(group.codes, now)
+        group.number = self._running.begin(group.codes, now)
+        self._ended.begin((*group.codes, 0), now)
+        self._newest.pop(use, None)
+        self._newest[use] = group
+        if len(self._newest) > RUNNING:
+            del self._newest[next(iter(self._newest))]
         if parent is not None:
             self._follow(group, parent, now)
         return group
 
     def _follow(self, group: Group, parent: Group, now: float) -> None:
         """``group`` is the next request of ``parent``'s conversation."""
-        self._model.followed(parent.number, now)
+        self._running.followed(parent.number, now)
+        self._ended.followed(parent.number, now)
         self._leave(parent)
         group.turn = max(group.use.turn, parent.turn + 1)
         group.codes = self._coded(group, parent, now)
         group.curve = (0, 0)
-        self._model.recode(group.number, group.codes)
+        self._running.recode(group.number, group.codes)
+        self._ended.recode(group.number, (*group.codes, group.output))
 
     def _coded(self, group: Group, parent: Group | None, now: float) -> tuple[int, ...]:
         use = group.use
         kind = self._kinds.setdefault((use.tenant, use.kind), min(len(self._kinds) + 1, KINDS - 1))
         turn = bisect.bisect_right(TURNS, group.turn)
-        prompt = min(int(2 * math.log2(use.prompt_tokens + 1)), PROMPTS - 1)
+        prompt = _half_octave(use.prompt_tokens)
         gap = growth = 0
         if parent is not None:
             gap = bisect.bisect_right(GAPS_S, now - parent.born)
             growth = bisect.bisect_right(GROWTH, use.prompt_tokens - parent.use.prompt_tokens) + 1
-        return kind, turn, prompt, gap, growth, turn * PROMPTS + prompt
+        return kind, turn, prompt, gap, growth
 
     def _parent_in_the_past(self, rows: Sequence[int]) -> Group | None:
         """The newest user of the deepest of these blocks that was here before and was evicted."""
@@ -180,7 +201,7 @@ class Hazard:
     def _expect(self, use: Use, block: int, group: Group, last: int) -> None:
         self._unfinished.pop((use, block), None)
         self._unfinished[use, block] = (group, last)
-        if len(self._unfinished) > UNFINISHED:
+        if len(self._unfinished) > RUNNING:
             del self._unfinished[next(iter(self._unfinished))]
 
     # Who owns what.
@@ -226,7 +247,9 @@ class Hazard:
     def choose(self, n: int, now: float) -> list[int]:
         if self._fit_at is not None and now >= self._fit_at:
             self._fit_at = now + REFIT_S
-            if self._model.fit(now):
+            if self._running.fit(now):
+                if self._ends:
+                    self._ended.fit(now)
                 self._fits += 1
                 self._curve_of.clear()
                 self._ranked_at = now - RERANK_S
@@ -284,11 +307,13 @@ class Hazard:
         """The row of the group's curve in this fit."""
         fit, row = group.curve
         if fit != self._fits:
-            row = self._curve_of.setdefault(group.codes, len(self._curve_of))
+            known = self._ended.fitted and group.output
+            codes = (*group.codes, group.output) if known else group.codes
+            row = self._curve_of.setdefault(codes, len(self._curve_of))
             if row == len(self._curve_of) - 1:
                 if row == len(self._curves):
                     self._curves = np.concatenate((self._curves, np.zeros_like(self._curves)))
-                self._curves[row] = self._model.index(group.codes)
+                self._curves[row] = (self._ended if known else self._running).index(codes)
             group.curve = (self._fits, row)
         return row
 
@@ -300,3 +325,7 @@ class Hazard:
             self._keys.extend([b""] * more)
             for flags in (self._candidate, self._listed, self._continued):
                 flags.extend(bytes(more))
+
+
+def _half_octave(tokens: int) -> int:
+    return min(int(2 * math.log2(tokens + 1)), HALF_OCTAVES - 1)

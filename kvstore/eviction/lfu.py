@@ -24,6 +24,9 @@ class Lfu:
     def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
         pass
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        pass
+
     def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         self._calls += 1
         self._ranking.grow(max(rows, default=-1) + 1)

@@ -30,6 +30,9 @@ class Lru:
     def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
         pass
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        pass
+
     def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         self._calls = calls = self._calls + 1
         calls <<= ROW_BITS

@@ -27,6 +27,9 @@ class EvictionPolicy(Protocol):
     def used(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         """A request of ``use`` hit these known rows, blocks ``first``.. of its prompt; candidates among them stay such."""
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        """The newest request of ``use`` was answered with so many tokens. A hint: never required."""
+
     def offer(self, rows: Sequence[int]) -> None:
         """These became candidates: no children, no pins. One that is a candidate already is never offered again."""
 

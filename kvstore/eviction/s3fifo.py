@@ -37,6 +37,9 @@ class S3Fifo:
         for row, key in zip(rows, keys, strict=True):
             self._keys[row] = key
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        pass
+
     def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         self._grow(max(rows, default=-1) + 1)
         for row in rows:

@@ -70,7 +70,7 @@ def test_a_return_to_evicted_blocks_is_learned_from_too() -> None:
     policy.removed([0])
     policy.named([5, 6, 7], [b"k0", b"k1", b"k2"])
     policy.stored([5, 6, 7], 0, Use("a", "chat", 2, 5_000), 40.0)
-    assert policy._model.returns == 1
+    assert policy._running.returns == 1
 
 
 def test_one_request_told_in_several_calls_is_no_return() -> None:
@@ -78,7 +78,7 @@ def test_one_request_told_in_several_calls_is_no_return() -> None:
     policy.stored([0, 1], 0, CHAT, 0.0)
     policy.stored([2, 3], 2, CHAT, 0.5)
     policy.used([0, 1, 2, 3], 0, CHAT, 0.9)
-    assert policy._model.returns == 0
+    assert policy._running.returns == 0
 
 
 def test_hazards_are_found_again_from_what_they_produced() -> None:
@@ -101,3 +101,21 @@ def test_too_few_returns_teach_nothing() -> None:
     for _ in range(100):
         model.begin([1], 0.0)
     assert not model.fit(50.0)
+
+
+def test_the_length_of_an_answer_tells_requests_of_one_use_apart() -> None:
+    """Every second prompt gets a long answer, and only those come back; they differ in length, so that an end finds its own."""
+    policy = Hazard()
+    for at in range(120):
+        now, use = at * 3.0, Use("a", "chat", 1, 3_000 + at)
+        policy.stored([2 * at, 2 * at + 1], 0, use, now)
+        policy.ended(use, 900 if at % 2 else 20, now + 2.0)
+        if at > 11 and at % 2:
+            policy.used([2 * at - 20, 2 * at - 19], 0, Use("a", "chat", 2, 3_100 + at), now)
+    policy.choose(1, 400.0)
+    for row, tokens in ((500, 900), (501, 20)):
+        use = Use("a", "chat", 1, 3_000 + row)
+        policy.stored([row], 0, use, 401.0 + row - 500)
+        policy.ended(use, tokens, 404.0)
+    policy.offer([500, 501])
+    assert policy.choose(1, 405.0) == [501]
