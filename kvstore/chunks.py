@@ -1,4 +1,4 @@
-"""Bytes of raw chunks: copied in or out and digested in one pass, in pieces that stay in a core's cache.
+"""Bytes of raw chunks: copied in or out, and digested while they are in the cache.
 
 The digest is that of ``slices``: over the whole block (value, what lies between, header), seeded with key and layer 0.
 """
@@ -6,7 +6,7 @@ The digest is that of ``slices``: over the whole block (value, what lies between
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
@@ -14,29 +14,35 @@ from moonpool.core.digests import slice_seed
 from moonpool.core.errors import DigestMismatch
 from moonpool.kvstore.objects import CLASSES, HEADER_BYTES, Chunk
 
-STEP = 128 << 10  # copied, then digested while it is in the second-level cache
+STEP = 512 << 10  # written, then digested: half of a second-level cache of today
 TRAILER_BYTES = HEADER_BYTES + 8  # after a chunk's bytes of a value
 _DIGEST = struct.Struct("<Q")
 
 
 class Parts:
-    """The bytes of one value as views that follow one another, taken from the front."""
+    """The bytes of one value as views that follow one another, taken from the front. No view is empty."""
+
+    __slots__ = ("_at", "_part", "_parts")
 
     def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
         self._part = 0
         self._at = 0
 
-    def take(self, n: int) -> Iterator[memoryview]:
-        """The next ``n`` bytes, in views of at most ``STEP`` bytes."""
+    def take(self, n: int, step: int) -> list[memoryview]:
+        """The next ``n`` bytes, in views of at most ``step`` bytes."""
+        out = []
         while n:
-            part = self._parts[self._part]
-            end = min(self._at + min(n, STEP), len(part))
-            yield part[self._at : end]
-            n -= end - self._at
-            self._at = end
+            part, at = self._parts[self._part], self._at
+            end = min(at + min(n, step), len(part))
+            out.append(part[at:end])
+            n -= end - at
             if end == len(part):
-                self._part, self._at = self._part + 1, 0
+                self._part += 1
+                self._at = 0
+            else:
+                self._at = end
+        return out
 
 
 def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
@@ -45,7 +51,7 @@ def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
     end = place + HEADER_BYTES
     at = digested = offset
     mix = None
-    for piece in parts.take(chunk.end - chunk.start):
+    for piece in parts.take(chunk.end - chunk.start, STEP):
         if at - digested >= STEP:
             mix = mix or xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
             mix.update(memory[digested:at])
@@ -53,7 +59,7 @@ def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
         memory[at : at + len(piece)] = piece
         at += len(piece)
     if header is not None:
-        memory[place:end] = header
+        memory[place : place + len(header)] = header
     if mix is None:
         digest = xxhash.xxh3_64_intdigest(memory[offset:end], slice_seed(chunk.key, 0))
     else:
@@ -62,9 +68,9 @@ def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
     _DIGEST.pack_into(memory, end, digest)
 
 
-def header_of(memory: memoryview, offset: int, chunk_class: int) -> bytes:
+def header_of(memory: memoryview, offset: int, size_class: int) -> bytes:
     """A private copy of a leaf's header, not verified yet."""
-    at = offset + CLASSES[chunk_class]
+    at = offset + CLASSES[size_class]
     return bytes(memory[at : at + HEADER_BYTES])
 
 
@@ -73,11 +79,12 @@ def read(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
 
     DigestMismatch: the bytes are not those of ``chunk.key``.
     """
+    size = chunk.end - chunk.start
     place = offset + CLASSES[chunk.size_class]
-    (digest,) = _DIGEST.unpack_from(memory, place + HEADER_BYTES)
+    digest = _DIGEST.unpack_from(memory, place + HEADER_BYTES)[0]
     mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
     at = offset
-    for piece in parts.take(chunk.end - chunk.start):
+    for piece in parts.take(size, size):
         end = at + len(piece)
         piece[:] = memory[at:end]
         mix.update(piece)
@@ -85,7 +92,8 @@ def read(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: by
     if header is None:
         mix.update(memory[at : place + HEADER_BYTES])
     else:
-        mix.update(memory[at:place])
+        if at < place:
+            mix.update(memory[at:place])
         mix.update(header)
     if mix.intdigest() != digest:
         raise DigestMismatch(f"chunk {chunk.key.hex()} differs from its digest; the value is a miss")

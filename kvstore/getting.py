@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent, Tra
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore import chunks, slices, values
 from moonpool.kvstore.host_link import HostLink
-from moonpool.kvstore.objects import RAW_LAYOUTS, decode_header, plan, require_fits
+from moonpool.kvstore.objects import CLASSES, RAW_LAYOUTS, Shape, decode_header, plan, require_fits
 from moonpool.kvstore.putting import AHEAD, portions
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
@@ -104,19 +104,32 @@ def _read_block(link: HostLink, layout: KVLayout, key: bytes, place: Place, into
 
 def _read_value(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any:
     """The value whose chunks lie at ``places``, verified. DigestMismatch where they are not its."""
-    if places[-1].layout >= len(RAW_LAYOUTS):
+    leaf = places[-1]
+    if leaf.layout >= len(RAW_LAYOUTS):
         raise InvalidRequest("key: it names a block of KV, not a value", param="key")
-    memories = [link.memory(p.region, p.offset, RAW_LAYOUTS[p.layout].slot_bytes) for p in places]
-    header = chunks.header_of(memories[-1], places[-1].offset, places[-1].layout)
+    memory = _memory(link, leaf)
+    header = chunks.header_of(memory, leaf.offset, leaf.layout)
     shape, nonce = decode_header(header)
-    require_fits(shape, [place.layout for place in places])
-    views = None if into is None else values.targets(into)
-    fits = views is not None and sum(map(len, views)) == shape.size
-    raw, room = (into, views) if views is not None and fits else values.make_room(shape)
-    parts = chunks.Parts(room)
-    leaf = len(places) - 1
-    for i, chunk in enumerate(plan(key, nonce, shape.size)):
-        chunks.read(memories[i], places[i].offset, chunk, parts, header if i == leaf else None)
-    if views is not None and not fits:
-        raise InvalidRequest(f"into: {sum(map(len, views))} bytes for a value of {shape.size}", param="into")
-    return raw if into is not None else values.finish(raw, shape)
+    require_fits(shape, places)
+    if into is None:
+        raw, views = values.make_room(shape)
+    else:
+        raw, views = into, values.targets(into)
+        if sum(map(len, views)) != shape.size:
+            _refuse(link, key, places, shape, sum(map(len, views)))
+    parts = chunks.Parts(views)
+    *before, last = plan(key, nonce, shape.size)
+    for chunk, place in zip(before, places, strict=False):
+        chunks.read(_memory(link, place), place.offset, chunk, parts, None)
+    chunks.read(memory, leaf.offset, last, parts, header)
+    return values.finish(raw, shape) if into is None else into
+
+
+def _memory(link: HostLink, place: Place) -> memoryview:
+    return link.memory(place.region, place.offset, CLASSES[place.layout] + chunks.TRAILER_BYTES)
+
+
+def _refuse(link: HostLink, key: bytes, places: Sequence[Place], shape: Shape, size: int) -> NoReturn:
+    """``into`` has ``size`` bytes. DigestMismatch where the value is damaged, InvalidRequest where it is right."""
+    _read_value(link, key, places, values.make_room(shape)[0])
+    raise InvalidRequest(f"into: {size} bytes for a value of {shape.size}", param="into")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import DigestMismatch, InvalidRequest
@@ -26,6 +26,7 @@ CLASSES = tuple(4096 << i for i in range(9))  # bytes of a value that a chunk of
 CHUNK = CLASSES[-1]
 MAX_CHUNKS = 4096
 MAX_DIMENSIONS = 48
+DTYPE_LETTERS = 24
 
 _HEADER = struct.Struct("<4sBBHQ16s24s")  # magic, version, kind, dimensions, bytes, nonce, dtype; then the shape
 _MAGIC = b"mpob"
@@ -49,6 +50,11 @@ class Chunk(NamedTuple):
     size_class: int
     start: int
     end: int
+
+
+class Placed(Protocol):
+    @property
+    def layout(self) -> int: ...
 
 
 def class_of(size: int) -> int:
@@ -108,28 +114,26 @@ class Shape(NamedTuple):
 
 
 def encode_header(shape: Shape, nonce: bytes) -> bytes:
-    """[HEADER_BYTES]"""
-    dtype = shape.dtype.encode()
-    if len(dtype) > 24 or len(shape.shape) > MAX_DIMENSIONS:
+    """At most ``HEADER_BYTES``; what lies after it means nothing."""
+    dims = shape.shape
+    if len(shape.dtype) > DTYPE_LETTERS or len(dims) > MAX_DIMENSIONS:
         raise InvalidRequest(
-            f"value: dtype {shape.dtype!r} with {len(shape.shape)} dimensions cannot be recorded; names of 24 letters and "
-            f"{MAX_DIMENSIONS} dimensions can",
+            f"value: dtype {shape.dtype!r} with {len(dims)} dimensions cannot be recorded; names of {DTYPE_LETTERS} letters "
+            f"and {MAX_DIMENSIONS} dimensions can",
             param="value",
         )
-    raw = bytearray(HEADER_BYTES)
-    _HEADER.pack_into(raw, 0, _MAGIC, _VERSION, shape.kind, len(shape.shape), shape.size, nonce, dtype)
-    struct.pack_into(f"<{len(shape.shape)}Q", raw, _HEADER.size, *shape.shape)
-    return bytes(raw)
+    fixed = _HEADER.pack(_MAGIC, _VERSION, shape.kind, len(dims), shape.size, nonce, shape.dtype.encode())
+    return fixed + struct.pack(f"<{len(dims)}Q", *dims) if dims else fixed
 
 
 def decode_header(raw: bytes) -> tuple[Shape, bytes]:
     """(shape, nonce). DigestMismatch where ``raw`` is no header: it was not what its place claims it to be."""
     magic, version, kind, dimensions, size, nonce, dtype = _HEADER.unpack_from(raw)
-    if len(raw) != HEADER_BYTES or magic != _MAGIC or version != _VERSION or dimensions > MAX_DIMENSIONS:
+    if magic != _MAGIC or version != _VERSION or dimensions > MAX_DIMENSIONS or len(raw) != HEADER_BYTES:
         raise DigestMismatch("a value's header is malformed")
-    shape = struct.unpack_from(f"<{dimensions}Q", raw, _HEADER.size)
+    dims = struct.unpack_from(f"<{dimensions}Q", raw, _HEADER.size) if dimensions else ()
     try:
-        return Shape(kind, size, dtype.rstrip(b"\0").decode("ascii"), shape), nonce
+        return Shape(kind, size, dtype.rstrip(b"\0").decode("ascii"), dims), nonce
     except UnicodeDecodeError as e:
         raise DigestMismatch("a value's header is malformed") from e
 
@@ -138,12 +142,9 @@ def chunks_of(size: int) -> int:
     return max((size - 1) // CHUNK, 0) + 1
 
 
-def require_fits(shape: Shape, classes: Sequence[int]) -> None:
+def require_fits(shape: Shape, places: Sequence[Placed]) -> None:
     """DigestMismatch unless a value of this size lies in chunks of these classes, leaf last."""
-    if len(classes) == 1 and shape.size <= CHUNK and classes[0] == class_of(shape.size):
-        return
-    last = len(CLASSES) - 1
-    wanted = [last] * (chunks_of(shape.size) - 1)
-    wanted.append(class_of(shape.size - len(wanted) * CHUNK))
-    if list(classes) != wanted:
-        raise DigestMismatch(f"a value of {shape.size} bytes does not lie in {len(classes)} chunks of classes {classes}")
+    count = chunks_of(shape.size)
+    fits = count == len(places) and places[-1].layout == class_of(shape.size - (count - 1) * CHUNK)
+    if not fits or any(place.layout != len(CLASSES) - 1 for place in places[:-1]):
+        raise DigestMismatch(f"a value of {shape.size} bytes does not lie in these {len(places)} chunks")
