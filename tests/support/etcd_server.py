@@ -43,14 +43,19 @@ class EtcdServer:
 
     def start(self) -> None:
         client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
+        options = {
+            "data-dir": self._folder / "data",
+            "log-level": "error",
+            "listen-client-urls": client,
+            "advertise-client-urls": client,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"default={peer}",
+        }
         self._folder.mkdir(exist_ok=True)
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(
-                (
-                    *(self._binary, "--data-dir", str(self._folder / "data"), "--log-level", "error"),
-                    *("--listen-client-urls", client, "--advertise-client-urls", client),
-                    *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"),
-                ),
+                (self._binary, *(f"--{name}={value}" for name, value in options.items())),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine},
