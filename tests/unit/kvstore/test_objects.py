@@ -107,7 +107,8 @@ def test_values_in_pieces_come_back_in_other_pieces(pieces: list[int], data: st.
     at = data.draw(st.integers(0, len(value)))
     target = chunks.Parts([part.data for part in (out[:at], out[at:]) if len(part)])
     for chunk in found:
-        chunks.read(memory[chunk].data, 0, chunk, target, header if chunk is found[-1] else None)
+        mine = chunks.header_of(memory[chunk].data, 0, chunk.size_class) if chunk is found[-1] else None
+        chunks.read(memory[chunk].data, 0, chunk, target, mine)
     assert (out == value).all()
 
 
@@ -127,8 +128,9 @@ def test_any_flipped_bit_of_a_slot_is_a_mismatch(size: int, data: st.DataObject)
 def test_a_right_chunk_under_another_name_is_a_mismatch() -> None:
     (chunk,) = plan(KEY, NONCE, 100)
     slot = np.zeros(RAW_LAYOUTS[0].slot_bytes, np.uint8)
-    header = encode_header(Shape(0, 100), NONCE)
-    chunks.fill(slot.data, 0, chunk, chunks.Parts([np.ones(100, np.uint8).data]), header)
+    chunks.fill(slot.data, 0, chunk, chunks.Parts([np.ones(100, np.uint8).data]), encode_header(Shape(0, 100), NONCE))
+    header = chunks.header_of(slot.data, 0, chunk.size_class)
+    chunks.read(slot.data, 0, chunk, chunks.Parts([np.zeros(100, np.uint8).data]), header)
     other = chunk._replace(key=b"o" * 16)
     with pytest.raises(DigestMismatch):
         chunks.read(slot.data, 0, other, chunks.Parts([np.zeros(100, np.uint8).data]), header)
