@@ -42,10 +42,13 @@ def _table() -> Floats:
 
 
 def _quantise(values: Floats) -> NDArray[np.uint8]:
-    """To nearest, ties to even. Rounding the bits may carry into the exponent, which is right."""
+    """Values up to ``LARGEST``, give or take a float32's last digit: to nearest, ties to even.
+
+    Rounding the bits may carry into the exponent, which is right.
+    """
     bits = values.view(np.uint32)
     sign = (bits >> 24).astype(np.uint8) & np.uint8(0x80)
-    size = np.minimum(np.abs(values), np.float32(LARGEST))
+    size = np.abs(values)
     raw = size.view(np.uint32)
     codes = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)  # float32 has bias 127, and 20 bits more
     small = np.rint(size * np.float32(STEP)).astype(np.uint32)

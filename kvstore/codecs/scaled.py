@@ -1,7 +1,7 @@
 """The frame of both 8-bit codecs: one float32 scale per (layer, K or V, head), then one byte per element.
 
 An encoded slice is ``[2 * kv_heads]`` little-endian scales, then ``[2 * kv_heads][token][head_dim]`` bytes. A scale is the
-head's largest magnitude over the largest code, rounded down, so that no decoded value is larger than what was encoded.
+head's largest magnitude over the largest code, rounded down, so that the largest value cannot overflow when it is decoded.
 """
 
 from __future__ import annotations
