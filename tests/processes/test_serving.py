@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import pickle  # noqa: TID251  to write one; what reads it is the test itself
 import random
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import openai
+import psutil
 import pytest
 from support.cluster import SPLIT, LocalCluster, complete, running
+
+from moonpool.wire import pb
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -100,3 +108,80 @@ async def test_whole_blocks_below_the_last_token_are_cached_and_only_shared_ones
         assert answer.body is not None
     assert again.body["usage"]["prompt_tokens"] == 300
     cluster.assert_idle()
+
+
+class _Marker:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._path,)
+
+
+def listening(cluster: LocalCluster) -> tuple[set[tuple[str, int]], set[str]]:
+    """TCP addresses and unix sockets that the cluster's processes listen on."""
+    ports: set[tuple[str, int]] = set()
+    assert cluster._process is not None
+    top = psutil.Process(cluster._process.pid)
+    for process in [top, *top.children(recursive=True)]:
+        for one in process.net_connections("inet"):
+            if one.status == psutil.CONN_LISTEN:
+                ports.add((one.laddr.ip.removeprefix("::ffff:"), one.laddr.port))
+    sockets = {str(path) for path in (cluster.folder / "state").rglob("*") if path.is_socket()}
+    return ports, sockets
+
+
+def send(family: int, address: Any, *messages: bytes) -> None:
+    """Whatever the other end thinks of it."""
+    for message in messages:
+        with socket.socket(family) as line:
+            line.settimeout(1.0)
+            try:
+                line.connect(address)
+                line.sendall(message)
+                line.shutdown(socket.SHUT_WR)
+                while line.recv(4096):
+                    pass
+            except OSError:
+                pass
+
+
+def rpc_methods() -> list[str]:
+    modules = [getattr(pb, name) for name in pb.__all__ if not name.endswith("_rpc")]
+    services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
+    return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+
+
+async def test_pickles_sent_to_everything_that_listens_run_nothing_and_stop_nothing(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    bomb = pickle.dumps(_Marker(marker))
+    http = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(bomb)
+    messages = (bomb, struct.pack(">I", len(bomb)) + bomb, struct.pack("<Q", len(bomb)) + bomb, http + bomb)
+    ports, sockets = listening(cluster)
+    assert len(ports) >= 7, "registry, gateway and a port of every member"
+    assert {ip for ip, _ in ports} == {"127.0.0.1"}, "nothing listens beyond this machine unless it is told to"
+    before = {name: change.member.incarnation for name, change in cluster.changes().items()}
+    for address in ports:
+        await asyncio.to_thread(send, socket.AF_INET, address, *messages)
+    for path in sockets:
+        await asyncio.to_thread(send, socket.AF_UNIX, path, *messages)
+    refused = 0
+    for member in (change.member for change in cluster.changes().values()):
+        async with grpc.aio.insecure_channel(member.address) as channel:
+            for method in rpc_methods():
+                try:
+                    await channel.unary_unary(method)(bomb, timeout=0.5)
+                except grpc.aio.AioRpcError:
+                    refused += 1
+    assert refused > 0
+    assert not marker.exists()
+    async with cluster.client() as client:
+        assert (await complete(client, prompt(100, 300), 2)).status == 200
+    assert {name: change.member.incarnation for name, change in cluster.changes().items()} == before, "nobody died of it"
+    cluster.assert_idle()
+    pickle.loads(bomb)  # noqa: S301
+    assert marker.exists(), "it would have made its mark"
