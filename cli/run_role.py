@@ -81,7 +81,7 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
         NodeId(checked_name(node, "--node")),
         config,
         registry_of(config.cluster),
-        local_model(config.model.path, say),
+        local_model(config.model.path, say) if config.model.path or role != "store" else Path(),
     )
 
 

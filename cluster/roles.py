@@ -20,6 +20,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
+from moonpool.kvstore.objects import RAW_LAYOUTS
 
 if TYPE_CHECKING:
     from moonpool.cluster.gateway.service import Gateway
@@ -49,8 +50,11 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
 
 
 async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
-    layout = await asyncio.to_thread(kv_layout, spec.config, spec.model_dir)
-    member = replace(member, layout=layout)
+    if spec.config.model.path:
+        layout = await asyncio.to_thread(kv_layout, spec.config, spec.model_dir)
+        member = replace(member, layout=layout)
+    else:  # it knows no model: layouts appear with their first users
+        layout = RAW_LAYOUTS[-1]
     store = await asyncio.to_thread(_store_class)
 
     async def start(member: Member) -> StoreNode:
