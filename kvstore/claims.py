@@ -10,7 +10,6 @@ from moonpool.core.ids import Incarnation, MemberId, RequestId
 from moonpool.core.landing import Landing, SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
-from moonpool.kvstore.index import Entry
 
 
 class Life(NamedTuple):
@@ -92,7 +91,7 @@ class Target:
     findable: bool  # a whole block whose parent is known; false for the tail
     coming: bool  # it may yet be sealed, so publishers of the same key need not write it
     bad: int = 0
-    entry: Entry | None = None  # once sealed; the landing holds one pin on it
+    row: int | None = None  # of the index, once sealed; the landing holds one pin on it
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +103,10 @@ class LandingClaim:
 
     landing: Landing
     ask: LandingAsk
+    account: int  # whose slots these are
     targets: dict[int, Target]  # by slot
-    held: list[Entry]  # pinned for the reader
-    anchor: Entry | None  # the parent of the first block, pinned so that it cannot be evicted meanwhile
+    held: list[int]  # rows of the index, pinned for the reader
+    anchor: list[int]  # the parent of the first block, if it has one here: pinned so that it cannot be evicted meanwhile
     incomplete: int  # targets with layers missing
     writer_open: bool = True
     reader_open: bool = True
@@ -114,23 +114,7 @@ class LandingClaim:
 
 
 @dataclass(slots=True, eq=False)
-class ReservationClaim:
-    """A slot that a local worker fills through its mapping."""
-
-    id: int
-    session: int
-    writer: Life
-    layout: KVLayout
-    use: Use
-    slot: int
-    key: bytes
-    parent: bytes | None
-    anchor: Entry | None
-    fenced: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class TicketClaim:
     id: int
     session: int
-    entries: list[Entry] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of the index, pinned

@@ -1,56 +1,70 @@
-"""Slots and index together: what landings, reservations and tickets all do to a slot.
+"""Slots and index together: what landings, reservations and tickets all do to a slot, and how room is made for them.
 
-Every sealed slot has one index entry, findable or withdrawn; a withdrawn one lives until its last pin ends.
+Every sealed slot belongs to one row of the index, findable or withdrawn; a withdrawn one lives until its last pin ends.
+
+Room for one slot size is made by evicting blocks in the policy's order. Blocks of other sizes that come first in that
+order wait, chosen and still findable, in a queue of their size. A queue that gets long says that its size has more of the
+pool than its use is worth: then a span of that size is vacated for the other one.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 
-from moonpool.core.errors import Busy, LayoutMismatch
+from moonpool.core.errors import Bug, Busy, LayoutMismatch
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
-from moonpool.kvstore.index import BlockIndex, Entry, EventLog
+from moonpool.kvstore.accounts import Accounts
+from moonpool.kvstore.event_log import EventLog
+from moonpool.kvstore.eviction.policy import EvictionPolicy
+from moonpool.kvstore.index import CHOSEN, IN_DRAM, NONE, BlockIndex, Entry
 from moonpool.kvstore.slots import SlotMap, SlotState
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_]")
-LAYOUTS = 1024  # registered at one node; more would be somebody's mistake, or malice
 PLACES = 64  # distinct places of mismatches that are counted by name
+PARTS = 2048  # this part of the blocks is chosen at once: parents compete with what is left
+AHEAD = 8  # so many more are looked at for one that is on SSD, too, and so costs nothing to evict
+PATIENCE = 2  # spans' worth of blocks that wait in a queue before a span changes its size
 
 
 class Holdings:
-    def __init__(self, node: NodeId, incarnation: Incarnation, slots: SlotMap) -> None:
+    def __init__(
+        self,
+        node: NodeId,
+        incarnation: Incarnation,
+        slots: SlotMap,
+        policy: EvictionPolicy,
+        ssd_policy: EvictionPolicy | None,
+        quotas: Mapping[str, int],
+    ) -> None:
         self.node = node
         self.incarnation = incarnation
         self.slots = slots
+        self.accounts = Accounts(node, quotas)
         self.log = EventLog(node, incarnation)
-        self.index = BlockIndex(self.log)
-        self.layouts: dict[str, KVLayout] = {}  # by fingerprint
+        self.index = BlockIndex(self.log, self.accounts, policy, ssd_policy)
         self.counted: Counter[str] = Counter()
         self.mismatches: Counter[str] = Counter()  # by place
         self.pins = 0
-        self._writing: Counter[bytes] = Counter()  # keys on their way, with how many slots wait for them
+        self.soft: dict[bytes, None] = {}  # keys held softly, maybe no more here: evicted last
+        self._queues: dict[int, deque[int]] = {}  # chosen rows by slot size
+        self._patience: dict[int, int] = {}  # by slot size, in blocks
+        self._writing: dict[bytes, int] = {}  # keys on their way, with how many slots wait for them
         self._ids = 0
 
-    def next_id(self) -> int:
-        self._ids += 1
-        return self._ids
+    @property
+    def layouts(self) -> Mapping[str, KVLayout]:
+        """What is registered, by fingerprint."""
+        return self.accounts.layouts
 
-    def pin(self, entries: Iterable[Entry], now: float) -> None:
-        for entry in entries:
-            self.index.pin(entry, now)
-            self.pins += 1
-
-    def unpin(self, entries: Iterable[Entry], now: float) -> None:
-        for entry in entries:
-            self.pins -= 1
-            if self.index.unpin(entry, now):
-                self.slots.release([entry.slot])
+    def next_id(self, n: int = 1) -> int:
+        """The first of ``n`` numbers that were never given out."""
+        self._ids += n
+        return self._ids - n + 1
 
     def register(self, layout: KVLayout, who: str) -> None:
         """Blocks of this layout may be stored from now on; again is a no-op. Other models live side by side.
@@ -58,95 +72,279 @@ class Holdings:
         LayoutMismatch, with both values: this model is known with another block size or shape, or its blocks are larger
         than a region.
         """
-        if self.layouts.get(layout.fingerprint) == layout:
-            return
-        name = (layout.model, layout.dtype, layout.order, layout.codec)
-        for known in self.layouts.values():
-            if (known.model, known.dtype, known.order, known.codec) == name:
-                known.require_same(layout, who)
         if not self.slots.fits(layout.slot_bytes):
             raise LayoutMismatch(
                 f"a block of model {layout.model} needs {layout.slot_bytes} bytes, which is more than a region of node "
                 f"{self.node} has; raise store.region_bytes and store.pool_bytes"
             )
-        if len(self.layouts) >= LAYOUTS:
-            raise LayoutMismatch(f"node {self.node} knows {LAYOUTS} KV layouts, and takes no more until it is restarted")
-        self.slots.register(layout.slot_bytes)
-        self.layouts[layout.fingerprint] = layout
+        if self.accounts.register(layout, who):
+            self.slots.register(layout.slot_bytes)
+            self._queues.setdefault(layout.slot_bytes, deque())
+            self._patience = {size: self._patient(size) for size in self._queues}
 
-    def layout(self, fingerprint: str) -> KVLayout:
-        """LayoutMismatch, naming what is registered, where this one is not."""
-        known = self.layouts.get(fingerprint)
-        if known is None:
-            here = ", ".join(f"{one.fingerprint} (model {one.model})" for one in self.layouts.values()) or "none"
-            raise LayoutMismatch(f"KV layout {fingerprint} is not registered at node {self.node}; it has {here}")
-        return known
+    def _patient(self, slot_bytes: int) -> int:
+        return PATIENCE * self.slots.per_span(slot_bytes)
 
-    def leading(self, keys: Sequence[bytes], layout: str) -> list[Entry]:
-        """Entries of the leading ``keys`` that are here; of the layout with this fingerprint only, where one is named."""
-        found = self.index.leading(keys)
-        if not layout:
-            return found
-        return list(takewhile(lambda entry: entry.layout.fingerprint == layout, found))
+    # Pins.
 
-    @property
-    def evictable_bytes(self) -> int:
-        entries = map(self.index.get, self.index.keys())
-        return sum(entry.layout.slot_bytes for entry in entries if entry is not None and not entry.busy)
+    def leading(self, keys: Iterable[bytes], layout: str) -> list[int]:
+        """Rows of the leading keys that are in DRAM; of the layout with this fingerprint only, where one is named."""
+        slot, account, layout_of = self.index.slot, self.index.account, self.accounts.layout_of
+        out = []
+        for row in self.index.leading(keys):
+            if slot[row] < 0 or (layout and layout_of[account[row]].fingerprint != layout):
+                break
+            out.append(row)
+        return out
 
-    def room(self, slot_bytes: int) -> int:
-        """Slots of a size that could be had: free ones, and those that nothing holds."""
-        return self.slots.free(slot_bytes) + self.index.evictable
+    def pin(self, rows: Sequence[int]) -> None:
+        self.index.pin(rows)
+        self.pins += len(rows)
 
-    def take(self, slot_bytes: int, n: int) -> list[int]:
+    def unpin(self, rows: Sequence[int]) -> None:
+        self.pins -= len(rows)
+        slots = self.index.unpin(rows)
+        if slots:
+            self.slots.release(slots)
+
+    # Room.
+
+    def room(self, slot_bytes: int, enough: int) -> int:
+        """Slots of a size that could be had; ``enough`` or more is all that is asked. What other sizes give is an estimate."""
+        room = self.slots.free(slot_bytes) + self.index.evictable(slot_bytes)
+        for other in self._queues if room < enough else ():
+            if other != slot_bytes:
+                room += self._from(other, slot_bytes)
+        return room
+
+    def _from(self, other: int, slot_bytes: int) -> int:
+        """Slots of one size that vacating every span of another that can be vacated would give."""
+        _, free = self.slots.open_slots(other)
+        spare = free + self.index.evictable(other)  # slots that need not be filled
+        gained = 0
+        for _, count, number in self.slots.movable(other, slot_bytes, self.index.pins):
+            if count <= spare:
+                spare -= count
+                gained += self.slots.length(number) // slot_bytes
+        return gained
+
+    def take(self, account: int, n: int, now: float) -> list[int]:
         """``n`` slots, evicting what must go. Busy, with the numbers, if even that does not help."""
-        slots = self.slots
-        if n <= self.room(slot_bytes):
-            while slots.free(slot_bytes) < n:
-                entry = self.index.evict()
-                if entry is None:
-                    break
-                slots.release([entry.slot])
-                self.counted["evicted"] += 1
-            else:
-                return slots.take(slot_bytes, n)
-        counts = slots.counts
+        size = self.accounts.size_of[account]
+        if n <= self.room(size, n):
+            got = self.take_some(account, n, now)
+            if len(got) == n:
+                return got
+            self.release(account, got)
+        self._refuse_over_quota(account, n)
+        slots, counts = self.slots, self.slots.counts
         raise Busy(
-            f"store node {self.node}: {n} slots needed, {slots.free(slot_bytes)} free and {self.index.evictable} evictable of "
-            f"{slots.total(slot_bytes)} ({counts[SlotState.RESERVED]} reserved, {counts[SlotState.FENCED]} fenced, the rest "
+            f"store node {self.node}: {n} slots needed, {slots.free(size)} free and {self.index.evictable(size)} evictable of "
+            f"{slots.total(size)} ({counts[SlotState.RESERVED]} reserved, {counts[SlotState.FENCED]} fenced, the rest "
             "in use); place again, or raise store.pool_bytes",
             peer=self.node,
         )
 
-    def take_some(self, slot_bytes: int, n: int) -> list[int]:
-        """At most ``n`` slots: fewer where even eviction does not help."""
-        while n:
-            try:
-                return self.take(slot_bytes, n)
-            except Busy:
-                n = min(n - 1, self.room(slot_bytes))
-        return []
+    def _refuse_over_quota(self, account: int, n: int) -> None:
+        if (over := self.accounts.over(account, n)) > 0:
+            tenant = self.accounts.tenant_of[account]
+            raise Busy(
+                f"store node {self.node}: tenant {tenant} has {self.accounts.filled(tenant)} bytes of its quota of "
+                f"{self.accounts.quotas[tenant]}, and {n} slots more are {over} bytes too many; what it has is in use, so "
+                "place again, or raise its quota",
+                peer=self.node,
+            )
 
-    def seal(self, key: bytes, parent: bytes | None, slot: int, layout: KVLayout, use: Use, now: float) -> Entry:
-        self.slots.seal([slot], [0])
-        return self.index.add(key, parent, slot, layout, use, now)
+    def take_some(self, account: int, n: int, now: float) -> list[int]:
+        """At most ``n`` slots: fewer where even eviction does not help, or the tenant's quota forbids more."""
+        accounts, slots = self.accounts, self.slots
+        size = accounts.size_of[account]
+        if accounts.quotas and (over := accounts.over(account, n)) > 0:
+            over -= self._evict_own(account, over)
+            n = max(n - max(-(-over // size), 0), 0)
+        if slots.free(size) < n:
+            self._make_room(size, n, now)
+            n = min(n, slots.free(size))
+        accounts.slots_of[account] += n
+        return slots.take(size, n)
+
+    def release(self, account: int, slots: Sequence[int]) -> None:
+        """Slots that were taken for ``account`` and not sealed."""
+        self.accounts.slots_of[account] -= len(slots)
+        self.slots.release(slots)
+
+    def _make_room(self, size: int, n: int, now: float) -> None:
+        """Evict until ``n`` slots of ``size`` are free, or nothing more can go."""
+        queue = self._queues[size]
+        while (lack := n - self.slots.free(size)) > 0:
+            if queue:
+                self._evict(self._chosen(queue, lack))
+            elif not (self._exchange(size, forced=False) or self._choose(lack, now) or self._last_resort(size)):
+                return
+
+    def _choose(self, lack: int, now: float) -> bool:
+        """Ask the policy for some blocks, of whatever size. Blocks that are on SSD, too, go first among about equals."""
+        index = self.index
+        n = max(min(lack, len(index) // PARTS), 1)
+        rows = index.choose(n + AHEAD if index.on_ssd else n, now)
+        if len(rows) > n:
+            rows.sort(key=lambda row: index.extent[row] < 0)
+            index.give_back(rows[n:])
+            del rows[n:]
+        if len(self._queues) == 1:
+            for queue in self._queues.values():
+                queue.extend(rows)
+        else:
+            size_of, account = self.accounts.size_of, index.account
+            for row in rows:
+                self._queues[size_of[account[row]]].append(row)
+        return bool(rows)
+
+    def _chosen(self, queue: deque[int], n: int) -> list[int]:
+        """Take at most ``n`` rows that are still to be evicted from the front."""
+        out: list[int] = []
+        flags = self.index.flags
+        while queue and len(out) < n:
+            row = queue.popleft()
+            if flags[row] & CHOSEN:
+                out.append(row)
+        return out
+
+    def _evict(self, rows: Sequence[int]) -> None:
+        if rows:
+            self.slots.release(self.index.drop(rows))
+            self.counted["evicted"] += len(rows)
+
+    # Room from other sizes.
+
+    def _exchange(self, size: int, *, forced: bool) -> bool:
+        """Vacate a span of the size whose queue is longest beyond its patience (forced: of any) for slots of ``size``."""
+        best, most = 0, 0.0
+        for other, queue in self._queues.items():
+            if other != size and (forced or len(queue) > self._patience[other]):
+                weight = (len(queue) + 1) / self._patience[other]
+                if weight > most and (not forced or self._from(other, size)):
+                    best, most = other, weight
+        return bool(best) and self._vacate(best, size)
+
+    def _vacate(self, other: int, size: int) -> bool:
+        """Whether anything came free: a span for slots of ``size``, or at least slots of the ``other`` size."""
+        chosen = self.index.flags
+        queue = self._queues[other] = deque(row for row in dict.fromkeys(self._queues[other]) if chosen[row] & CHOSEN)
+        evicted = False
+        while spans := self.slots.movable(other, size, self.index.pins):
+            _, free = self.slots.open_slots(other)
+            fitting = next((number for _, count, number in spans if count <= free), None)
+            if fitting is not None:
+                for row, slot in self.slots.vacate(fitting):
+                    self.index.slot[row] = slot
+                self._patience[other] = self._patient(other)
+                return True
+            rows = self._chosen(queue, spans[0][1] - free)
+            if not rows:
+                break
+            self._evict(rows)
+            evicted = True
+        self._patience[other] = max(2 * len(queue), self._patience[other])  # everywhere something is in use: not soon again
+        return evicted
+
+    def _last_resort(self, size: int) -> bool:
+        """The policy has no candidate left. Whether anything else could be done that makes room, now or on the next try."""
+        return self._exchange(size, forced=True) or self._give_up_ssd() or self._evict_soft(size)
+
+    def _give_up_ssd(self) -> bool:
+        """Withdraw what comes after the block used longest ago that only DRAM has and that only SSD copies come after."""
+        index = self.index
+        if index.ssd_policy is None:
+            return False
+        rows = [row for row in index.rows() if index.slot[row] >= 0 and index.child[row] != NONE and index.is_idle(row)]
+        if not rows:
+            return False
+        row = min(rows, key=index.used.__getitem__)
+        for child in list(index.children(row)):
+            self.withdraw(index.key[child])
+        return True
+
+    def _evict_soft(self, size: int) -> bool:
+        """The softly held block that was used longest ago, of this size if there is one."""
+        index, size_of = self.index, self.accounts.size_of
+        rows = [row for key in self.soft if (row := index.row(key)) is not None and index.is_soft_candidate(row)]
+        if not rows:
+            return False
+        row = min(rows, key=lambda row: (size_of[index.account[row]] != size, index.used[row]))
+        self._evict([row])
+        return True
+
+    def _evict_own(self, account: int, over: int) -> int:
+        """Evict the tenant's own blocks, those used longest ago first, for ``over`` bytes. Returns the bytes freed."""
+        index, size_of, freed = self.index, self.accounts.size_of, 0
+        mine = self.accounts.of_tenant(self.accounts.tenant_of[account])
+        while freed < over and (rows := index.oldest(mine, PARTS)):
+            for row in rows:
+                if freed >= over:
+                    break
+                if index.flags[row] & (IN_DRAM | CHOSEN):
+                    freed += size_of[index.account[row]]
+                    self._evict([row])
+        return freed
+
+    # Blocks.
+
+    def seal(
+        self, keys: Sequence[bytes], parent: int, slots: Sequence[int], account: int, first: int, use: Use, now: float
+    ) -> list[int]:
+        """See ``BlockIndex.add``: a chain of blocks."""
+        rows = self.index.add(keys, parent, slots, account, first, use, now)
+        self.slots.seal(slots, rows)
+        return rows
+
+    def seal_one(
+        self, key: bytes, parent: bytes | None, slot: int, account: int, first: int, use: Use, now: float
+    ) -> int | None:
+        """Seal a block whose parent is here. Its row; None where it is in DRAM already: the first seal wins."""
+        index = self.index
+        row = index.row(key)
+        if row is None:
+            above = NONE if parent is None else index.row(parent)
+            if above is None:
+                raise Bug(f"block {key.hex()} was sealed before its parent")
+            return self.seal((key,), above, (slot,), account, first, use, now)[0]
+        if index.slot[row] >= 0:
+            return None
+        self.put_in_dram(row, slot, account, use, now)
+        return row
+
+    def put_in_dram(self, row: int, slot: int, account: int, use: Use, now: float) -> None:
+        """A block that was on SSD only lies in ``slot``, too, which was taken for ``account``."""
+        self.accounts.slots_of[account] -= 1
+        self.accounts.slots_of[self.index.account[row]] += 1
+        self.slots.seal((slot,), (row,))
+        self.index.put_in_dram(row, slot, use, now)
 
     def withdraw(self, key: bytes) -> int:
         """Make ``key`` and its descendants unfindable; slots without pins are free at once. Returns how many there were."""
-        gone = self.index.withdraw(key)
-        self.slots.release([entry.slot for entry in gone if not entry.pins])
-        return len(gone)
+        blocks, slots = self.index.withdraw(key)
+        if slots:
+            self.slots.release(slots)
+        return blocks
 
     def coming(self, key: bytes) -> bool:
         return key in self._writing
 
-    def expect(self, key: bytes) -> None:
-        self._writing[key] += 1
+    def none_coming(self, keys: Iterable[bytes]) -> bool:
+        return self._writing.keys().isdisjoint(keys)
 
-    def expect_no_more(self, key: bytes) -> None:
-        self._writing[key] -= 1
-        if not self._writing[key]:
-            del self._writing[key]
+    def expect(self, keys: Iterable[bytes]) -> None:
+        writing = self._writing
+        for key in keys:
+            writing[key] = writing.get(key, 0) + 1
+
+    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+        writing = self._writing
+        for key in keys:
+            left = writing.pop(key) - 1
+            if left:
+                writing[key] = left
 
     def mismatch(self, place: str) -> None:
         """Count by ``place``, a short name that comes from a peer: at most ``PLACES`` of them, made fit to be a metric's."""
@@ -154,4 +352,10 @@ class Holdings:
         self.mismatches[place if place in self.mismatches or len(self.mismatches) < PLACES else "other"] += 1
 
     def ref(self, entry: Entry) -> SlotRef:
+        """Bug where the block is not in DRAM."""
+        if entry.slot is None:
+            raise Bug(f"block {entry.key.hex()} has no slot: it is on SSD only")
         return self.slots.ref(entry.slot, entry.key)
+
+    def ref_of(self, row: int) -> SlotRef:
+        return self.slots.ref(self.index.slot[row], self.index.key[row])

@@ -92,7 +92,7 @@ class HostCalls:
         self._node.changed()
         return frames.encode_granted(head.number, out)
 
-    def _reserve_run(self, run: Sequence[Wanted], parent: bytes | None) -> list[Reservation]:
+    def _reserve_run(self, run: Sequence[Wanted], parent: bytes | None) -> Sequence[Reservation]:
         keys = [one.key for one in run]
         if self._node.leaving.begun:
             return [Reservation(key, Reserved.FULL) for key in keys]
@@ -100,7 +100,7 @@ class HostCalls:
         session = self._session
         return self._pool.reserve(session.number, session.life, layout, keys, parent, self._use, self._node.clock())
 
-    def _tied(self, run: Sequence[Wanted], parent: bytes | None) -> list[Reservation]:
+    def _tied(self, run: Sequence[Wanted], parent: bytes | None) -> Sequence[Reservation]:
         """All of ``run`` or nothing: then every answer says why."""
         leaf = run[-1].key
         why = None
@@ -108,19 +108,13 @@ class HostCalls:
             why = Reserved.SEALED
         elif self._pool.held.coming(leaf):
             why = Reserved.IN_FLIGHT
-        got: list[Reservation] = []
-        while why is None and len(got) < len(run):
-            rest = run[len(got) :]
-            same = next((i for i, one in enumerate(rest) if one.layout != rest[0].layout), len(rest))
-            answers = self._reserve_run(rest[:same], parent)
-            got += answers
-            parent = rest[same - 1].key
-            why = next((one.state for one in answers if one.state is not Reserved.NEW), None)
         if why is None:
-            return got
-        ids = [one.id for one in got if one.id]
-        if ids:
-            self._pool.abandon(self._session.number, ids, self._node.clock())
+            got = self._reserve_run(run, parent)
+            why = next((one.state for one in got if one.state is not Reserved.NEW), None)
+            if why is None:
+                return got
+            if ids := [one.id for one in got if one.id]:
+                self._pool.abandon(self._session.number, ids, self._node.clock())
         return [Reservation(one.key, why) for one in run]
 
     def _granted(self, one: Reservation) -> Granted:

@@ -8,7 +8,7 @@ falls silent before the writer said ``Drained``, those slots are fenced meanwhil
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import Busy, InvalidRequest
@@ -17,7 +17,6 @@ from moonpool.core.landing import Landing, LandingSlot, PushNotice
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.claims import Expected, LandingAsk, LandingClaim, Life, Target
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import Entry
 
 
 def tail_key(request: RequestId, attempt: int, block: int) -> bytes:
@@ -47,24 +46,28 @@ class Landings:
 
         LayoutMismatch: the layout is not registered here.
         """
-        self._held.layout(ask.layout.fingerprint).require_same(ask.layout, ask.writer.member)
+        account = self._held.accounts.number(ask.layout, ask.use.tenant)
         again = self._granted.get((ask.request, ask.attempt, ask.writer))
         if again is not None:
             return self._same(self._claims[again], ask)
-        held, missing = self._split(ask)
-        anchor = None if ask.parent is None else self._held.index.get(ask.parent)
-        pinned = [entry for _, entry in held] + ([anchor] if anchor else [])
-        self._held.pin(pinned, now)
+        held, missing = self._split(ask, account)
+        index = self._held.index
+        above = None if ask.parent is None else index.row(ask.parent)
+        anchor = [] if above is None else [above]
+        rows = [row for _, row in held]
+        self._held.pin(rows + anchor)
         try:
-            slots = self._held.take(ask.layout.slot_bytes, len(missing) + (ask.tail_valid > 0))
+            slots = self._held.take(account, len(missing) + (ask.tail_valid > 0), now)
         except Busy:
-            self._held.unpin(pinned, now)
+            self._held.unpin(rows + anchor)
             raise
+        if held:
+            index.touch(rows, held[0][0], ask.use, now)
         for target, slot in zip(missing, slots, strict=False):
             target.slot = slot
         if ask.tail_valid:
             missing.append(self._tail(ask, slots[-1]))
-        return self._record(ask, missing, held, anchor)
+        return self._record(ask, account, missing, held, anchor)
 
     def _same(self, claim: LandingClaim, ask: LandingAsk) -> Landing:
         old = claim.ask
@@ -76,15 +79,17 @@ class Landings:
             )
         return claim.landing
 
-    def _split(self, ask: LandingAsk) -> tuple[list[tuple[int, Entry]], list[Target]]:
-        """(prompt block, entry) of what is here, and targets, without a slot yet, for what is not."""
-        held: list[tuple[int, Entry]] = []
+    def _split(self, ask: LandingAsk, account: int) -> tuple[list[tuple[int, int]], list[Target]]:
+        """(prompt block, row) of what is in DRAM, and targets, without a slot yet, for what is not."""
+        held: list[tuple[int, int]] = []
         missing: list[Target] = []
-        parent = ask.parent
+        parent, index, layout_of = ask.parent, self._held.index, self._held.accounts.layout_of
         for block, key in enumerate(ask.keys, ask.first_block):
-            entry = self._held.index.get(key)
-            if entry is not None:
-                held.append((block, entry))
+            row = index.row(key)
+            if row is not None and layout_of[index.account[row]] is not layout_of[account]:
+                layout_of[index.account[row]].require_same(ask.layout, ask.writer.member)
+            if row is not None and index.slot[row] >= 0:
+                held.append((block, row))
             else:
                 findable = parent is not None or block == 0
                 left = (1 << ask.layout.layers) - 1
@@ -97,7 +102,9 @@ class Landings:
         key = tail_key(ask.request, ask.attempt, block)
         return Target(slot, key, None, block, ask.tail_valid, (1 << ask.layout.layers) - 1, findable=False, coming=False)
 
-    def _record(self, ask: LandingAsk, targets: list[Target], held: list[tuple[int, Entry]], anchor: Entry | None) -> Landing:
+    def _record(
+        self, ask: LandingAsk, account: int, targets: list[Target], held: list[tuple[int, int]], anchor: list[int]
+    ) -> Landing:
         landing = Landing(
             self._held.next_id(),
             ask.request,
@@ -107,15 +114,13 @@ class Landings:
             ask.generation,
             ask.writer.member,
             tuple(LandingSlot(t.block, self._held.slots.ref(t.slot, t.key), t.valid) for t in targets),
-            tuple(LandingSlot(block, self._held.ref(entry), ask.layout.block_tokens) for block, entry in held),
+            tuple(LandingSlot(block, self._held.ref_of(row), ask.layout.block_tokens) for block, row in held),
         )
         by_slot = {target.slot: target for target in targets}
-        claim = LandingClaim(landing, ask, by_slot, [entry for _, entry in held], anchor, len(targets))
+        claim = LandingClaim(landing, ask, account, by_slot, [row for _, row in held], anchor, len(targets))
         self._claims[landing.id] = claim
         self._granted[ask.request, ask.attempt, ask.writer] = landing.id
-        for target in targets:
-            if target.coming:
-                self._held.expect(target.key)
+        self._held.expect(target.key for target in targets if target.coming)
         return landing
 
     def expected(self, notice: PushNotice) -> tuple[KVLayout | None, list[Expected]]:
@@ -193,31 +198,33 @@ class Landings:
         return claim is None or claim.fenced or not claim.incomplete or any(t.bad for t in claim.targets.values())
 
     def _complete(self, claim: LandingClaim, target: Target, now: float) -> None:
-        if target.parent is None or self._held.index.get(target.parent) is not None:
+        if target.parent is None or self._held.index.row(target.parent) is not None:
             self._seal_chain([(claim, target)], now)
         else:
             self._orphans.setdefault(target.parent, []).append((claim, target))
 
-    def wake(self, key: bytes, now: float) -> None:
-        """``key`` was sealed: so may its children that are complete and wait for it."""
-        self._seal_chain(self._orphans.pop(key, []), now)
+    def wake(self, keys: Iterable[bytes], now: float) -> None:
+        """``keys`` were sealed: so may their children that are complete and wait for them."""
+        for key in keys if self._orphans else ():
+            self._seal_chain(self._orphans.pop(key, []), now)
 
     def _seal_chain(self, ready: list[tuple[LandingClaim, Target]], now: float) -> None:
         """The first seal of a key wins. A loop, not a recursion: prompts are thousands of blocks long."""
         while ready:
             claim, target = ready.pop()
             self._stop_coming(target)
-            if self._held.index.get(target.key) is not None:
+            row = self._held.seal_one(target.key, target.parent, target.slot, claim.account, target.block, claim.ask.use, now)
+            if row is None:
                 self._held.counted["seals_lost"] += 1
                 continue
-            target.entry = self._held.seal(target.key, target.parent, target.slot, claim.ask.layout, claim.ask.use, now)
-            self._held.pin([target.entry], now)
+            target.row = row
+            self._held.pin([row])
             ready.extend(self._orphans.pop(target.key, []))
 
     def _stop_coming(self, target: Target) -> None:
         if target.coming:
             target.coming = False
-            self._held.expect_no_more(target.key)
+            self._held.expect_no_more((target.key,))
 
     def drained(self, landing: int, writer: Life, now: float) -> bool:
         """The writer's word that it writes no more. False where the landing is unknown, over, or somebody else's."""
@@ -244,7 +251,7 @@ class Landings:
         if claim is None or not claim.reader_open:
             return False
         claim.reader_open = False
-        self._held.unpin(claim.held, now)
+        self._held.unpin(claim.held)
         claim.held = []
         if claim.writer_open:
             self.fence(claim)
@@ -259,7 +266,7 @@ class Landings:
         self._granted.pop((claim.ask.request, claim.ask.attempt, claim.ask.writer), None)
         for target in claim.targets.values():
             self._forget(target)
-            if target.entry is None:
+            if target.row is None:
                 self._held.slots.fence([target.slot])
 
     def _forget(self, target: Target) -> None:
@@ -282,8 +289,8 @@ class Landings:
         self._granted.pop((claim.ask.request, claim.ask.attempt, claim.ask.writer), None)
         for target in claim.targets.values():
             self._forget(target)
-            if target.entry is None:
-                self._held.slots.release([target.slot])
+            if target.row is None:
+                self._held.release(claim.account, [target.slot])
             else:
-                self._held.unpin([target.entry], now)
-        self._held.unpin(claim.held + ([claim.anchor] if claim.anchor else []), now)
+                self._held.unpin([target.row])
+        self._held.unpin(claim.held + claim.anchor)

@@ -1,30 +1,48 @@
 """The store node's book-keeping: which slot holds what, who may write it, who reads it, and what ends each claim.
 
 Pure: ``now`` is an argument, nothing here waits. Slots are in ``slots``, what can be found in ``index``, both together in
-``holdings``; pushed prompts are in ``landings``. Here: read tickets, publishing by local workers, lives and proofs.
+``holdings``; pushed prompts are in ``landings``, publishing by local workers in ``reservations``, the way between DRAM and
+SSD in ``tiers``, blocks kept by name in ``holds``. Here: read tickets, clearing, lives and proofs.
 
-A slot is written under a *claim*: a landing (a prefill worker or another node pushes a prompt's missing blocks) or a
-reservation (a local worker publishes a block through its mapping). A claim that ends without its writer's word leaves
-the slot fenced until proof that nothing can be written into it any more; there is no time-out.
+A slot is written under a *claim*: a landing (a prefill worker or another node pushes a prompt's missing blocks), a
+reservation (a local worker publishes a block through its mapping) or a promotion (this node reads it from SSD). A claim
+that ends without its writer's word leaves the slot fenced until proof that nothing can be written into it any more; there
+is no time-out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from moonpool.core.events import EventBatch, IndexSnapshot
+from moonpool.core.events import EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import Landing, Ticket
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
-from moonpool.kvstore.claims import Life, Reach, Reservation, ReservationClaim, Reserved, TicketClaim
+from moonpool.kvstore.claims import Life, Reach, Reservation, TicketClaim
 from moonpool.kvstore.eviction.policy import EvictionPolicy
 from moonpool.kvstore.holdings import Holdings
+from moonpool.kvstore.holds import Holds
+from moonpool.kvstore.ladder_claims import Demotion, Promotion
 from moonpool.kvstore.landings import Landings
-from moonpool.kvstore.slots import SlotMap
+from moonpool.kvstore.reservations import Reservations
+from moonpool.kvstore.slots import SlotMap, SlotState
+from moonpool.kvstore.tiers import OnDisk, Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Blocks that went, or would go, with their bytes in all tiers; and blocks that stay because they are in use."""
+
+    cleared: int
+    kept: int
+    bytes: int
 
 
 class Pool:
+    """``ssd_policy`` is None where there is no SSD tier. ``quotas``: bytes of DRAM by tenant; the default tenant has none."""
+
     def __init__(
         self,
         node: NodeId,
@@ -32,11 +50,17 @@ class Pool:
         slots: SlotMap,
         policy: EvictionPolicy,
         ssd_policy: EvictionPolicy | None = None,
+        *,
+        quotas: Mapping[str, int] | None = None,
+        hard_pin_share: float = 0.5,
+        soft_pin_share: float = 0.25,
     ) -> None:
         self.slots = slots
-        self.held = Holdings(node, incarnation, slots)
+        self.held = Holdings(node, incarnation, slots, policy, ssd_policy, quotas or {})
         self.landings = Landings(self.held)
-        self._reservations: dict[int, ReservationClaim] = {}
+        self.reservations = Reservations(self.held, self.landings)
+        self.tiers = Tiers(self.held)
+        self.holds = Holds(self.held, hard_pin_share, soft_pin_share)
         self._tickets: dict[int, TicketClaim] = {}
 
     # Layouts.
@@ -51,22 +75,26 @@ class Pool:
 
     def layout(self, fingerprint: str) -> KVLayout:
         """LayoutMismatch, naming what is registered, where this one is not."""
-        return self.held.layout(fingerprint)
+        return self.held.accounts.layout(fingerprint)
 
     # Reading.
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks are here. Pins nothing, and does not count as a use."""
+        """How many leading blocks are here, in any tier. Pins nothing, and does not count as a use."""
         return len(self.held.index.leading(keys))
 
     def pin(self, session: int, keys: Sequence[bytes], use: Use, now: float, layout: str = "") -> Ticket:
-        """A ticket on the leading blocks that are here; with none of them there is nothing to unpin."""
-        entries = self.held.leading(keys, layout)
-        ticket = TicketClaim(self.held.next_id(), session, entries)
-        self.held.pin(entries, now)
-        if entries:
+        """A ticket on the leading blocks that are in DRAM; with none of them there is nothing to unpin.
+
+        Blocks of another layout than that with this fingerprint, where one is named, are a miss.
+        """
+        rows = self.held.leading(keys, layout)
+        ticket = TicketClaim(self.held.next_id(), session, rows)
+        if rows:
+            self.held.pin(rows)
+            self.held.index.touch(rows, 0, use, now)
             self._tickets[ticket.id] = ticket
-        return Ticket(ticket.id, tuple(self.held.ref(entry) for entry in entries))
+        return Ticket(ticket.id, tuple(map(self.held.ref_of, rows)))
 
     def unpin(self, session: int, ticket: int, now: float) -> bool:
         """End a ticket. Doing it again is a no-op that is counted."""
@@ -75,7 +103,7 @@ class Pool:
             self.held.counted["unpins_ignored"] += 1
             return False
         del self._tickets[ticket]
-        self.held.unpin(claim.entries, now)
+        self.held.unpin(claim.rows)
         return True
 
     def quarantine(self, key: bytes, place: str) -> int:
@@ -85,22 +113,33 @@ class Pool:
         self.held.counted["quarantined"] += gone
         return gone
 
-    def clear(self, keys: Sequence[bytes] | None) -> tuple[int, int]:
-        """Drop ``keys`` with their descendants (None: everything) where nothing holds them. Returns (cleared, kept)."""
-        index = self.held.index
-        before = len(index)
-        if keys is None:
-            while (entry := index.evict()) is not None:
-                self.slots.release([entry.slot])
-            return before - len(index), len(index)
-        kept = 0
-        for key in keys:
-            entry = index.get(key)
-            if entry is not None and entry.busy:
-                kept += 1
-            else:
-                self.held.withdraw(key)
-        return before - len(index), kept
+    def clear(
+        self, keys: Sequence[bytes] | None = None, *, model: str = "", tenant: str = "", dry_run: bool = False
+    ) -> Cleared:
+        """Drop ``keys`` with their descendants (None: everything), from all tiers, where nothing holds them.
+
+        Only blocks of ``model`` (its fingerprint, or that of one layout) and of ``tenant``, where these are named. What
+        has a block after it that stays, stays.
+        """
+        index, accounts = self.held.index, self.held.accounts
+        rows = index.rows() if keys is None else index.descending(keys)
+        wanted = {
+            row
+            for row in rows
+            if (not tenant or accounts.tenant_of[index.account[row]] == tenant)
+            and (not model or model in _names(accounts.layout_of[index.account[row]]))
+        }
+        going: list[int] = []
+        gone: set[int] = set()
+        for row in reversed(rows):  # children before parents
+            if row in wanted and not index.is_kept(row) and gone.issuperset(index.children(row)):
+                going.append(row)
+                gone.add(row)
+        size = sum(accounts.size_of[index.account[row]] * index.copies(row) for row in going)
+        if not dry_run:
+            for row in going:
+                self.held.withdraw(index.key[row])
+        return Cleared(len(going), len(wanted) - len(going), size)
 
     # Publishing.
 
@@ -113,96 +152,95 @@ class Pool:
         parent: bytes | None,
         use: Use,
         now: float,
-    ) -> list[Reservation]:
+    ) -> Sequence[Reservation]:
         """One answer per key. ``keys`` follow one another; ``parent`` comes before the first (None: it begins a sequence).
 
         A new block's parent is pinned until it is sealed or abandoned, so that making room cannot evict it.
         LayoutMismatch: the layout is not registered here.
         """
-        self.held.layout(layout.fingerprint).require_same(layout, writer.member)
-        parents = (parent, *keys[:-1])
-        states = self._states(keys, parent)
-        index = self.held.index
-        anchors = [
-            index.get(above) if state is Reserved.NEW and above is not None else None
-            for above, state in zip(parents, states, strict=True)
-        ]
-        self.held.pin([anchor for anchor in anchors if anchor], now)
-        slots = self.held.take_some(layout.slot_bytes, states.count(Reserved.NEW))[::-1]
-        out = []
-        for key, above, state, anchor in zip(keys, parents, states, anchors, strict=True):
-            if state is Reserved.NEW and slots:
-                claim = ReservationClaim(self.held.next_id(), session, writer, layout, use, slots.pop(), key, above, anchor)
-                self._reservations[claim.id] = claim
-                self.held.expect(key)
-                out.append(Reservation(key, state, self.slots.ref(claim.slot, key), claim.id))
-            elif state is Reserved.NEW:
-                self.held.unpin([anchor] if anchor else [], now)
-                out.append(Reservation(key, Reserved.FULL))
-            else:
-                out.append(Reservation(key, state))
-        return out
-
-    def _states(self, keys: Sequence[bytes], parent: bytes | None) -> list[Reserved]:
-        index, held = self.held.index, self.held
-        out: list[Reserved] = []
-        new: set[bytes] = set()
-        for key in keys:
-            if index.get(key) is not None:
-                out.append(Reserved.SEALED)
-            elif key in new or held.coming(key):
-                out.append(Reserved.IN_FLIGHT)
-            elif parent is None or parent in new or held.coming(parent) or index.get(parent) is not None:
-                out.append(Reserved.NEW)
-                new.add(key)
-            else:
-                out.append(Reserved.NO_PARENT)
-            parent = key
-        return out
+        return self.reservations.reserve(session, writer, layout, keys, parent, use, now)
 
     def seal(self, session: int, ids: Sequence[int], now: float) -> int:
         """The writer filled these reservations, trailers included. Returns how many blocks are newly findable.
 
         One that was fenced meanwhile, whose key somebody else sealed first or whose parent is gone, is freed instead.
         """
-        sealed = 0
-        index = self.held.index
-        for claim in self._own(session, ids):
-            lost = index.get(claim.key) is not None
-            orphan = claim.parent is not None and index.get(claim.parent) is None
-            if claim.fenced or lost or orphan:
-                self.held.counted["seals_lost" if lost else "seals_dropped"] += 1
-                self._free(claim, now)
-                continue
-            self._close(claim, now)
-            self.held.seal(claim.key, claim.parent, claim.slot, claim.layout, claim.use, now)
-            self.landings.wake(claim.key, now)
-            sealed += 1
-        return sealed
+        return self.reservations.seal(session, ids, now)
 
     def abandon(self, session: int, ids: Sequence[int], now: float) -> int:
         """The writer's word that it writes no more into these reservations, and has nothing to seal."""
-        own = self._own(session, ids)
-        for claim in own:
-            self._free(claim, now)
-        return len(own)
+        return self.reservations.abandon(session, ids)
 
-    def _own(self, session: int, ids: Sequence[int]) -> list[ReservationClaim]:
-        found = {id: claim for id in ids if (claim := self._reservations.get(id)) and claim.session == session}
-        self.held.counted["reservations_unknown"] += len(ids) - len(found)
-        return list(found.values())
+    # DRAM and SSD.
 
-    def _close(self, claim: ReservationClaim, now: float) -> None:
-        """The claim ends; its slot is the caller's to seal or release."""
-        del self._reservations[claim.id]
-        if not claim.fenced:
-            self.held.expect_no_more(claim.key)
-        self.held.unpin([claim.anchor] if claim.anchor else [], now)
-        claim.anchor = None
+    def demotions(self, limit: int, now: float) -> list[Demotion]:
+        """At most ``limit`` blocks that only DRAM has, the coldest first, each after all before it in its sequence.
 
-    def _free(self, claim: ReservationClaim, now: float) -> None:
-        self._close(claim, now)
-        self.slots.release([claim.slot])
+        Pinned until ``demoted``.
+        """
+        return self.tiers.demotions(limit, now)
+
+    def demoted(self, id: int, extent: int | None, now: float) -> bool:
+        """Written there (None: failed): the copy in DRAM may go without loss. False where the extent is of no use."""
+        return self.tiers.demoted(id, extent, now)
+
+    def on_ssd(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(key, extent) of those of the leading blocks that are here which SSD only has, in order."""
+        return self.tiers.on_ssd(keys)
+
+    def promote(self, keys: Sequence[bytes], use: Use, now: float) -> list[Promotion]:
+        """Slots for those of ``keys`` that SSD only has and nobody brings up yet: fewer, from the front, where room lacks."""
+        return self.tiers.promote(keys, use, now)
+
+    def promoted(self, id: int, ok: bool, now: float) -> bool:
+        """It lies in its slot, digests checked; else the slot is freed. Whether the block is in DRAM by this."""
+        return self.tiers.promoted(id, ok, now)
+
+    def extents_lost(self, extents: Sequence[int], now: float) -> None:
+        """The tier lost these: what DRAM does not have goes, with its descendants."""
+        self.tiers.lost(extents)
+
+    def extents_moved(self, extents: Mapping[int, int]) -> None:
+        """The tier moved blocks, from extent to extent."""
+        self.tiers.moved(extents)
+
+    def recovered(self, blocks: Iterable[OnDisk], now: float) -> list[int]:
+        """Take over what the tier found, parents first. Returns extents of no use: orphans, unknown layouts, second copies."""
+        return self.tiers.recovered(blocks, now)
+
+    def evict_extents(self, n: int, now: float) -> list[int]:
+        """At most ``n`` extents to free, of the coldest blocks that may go from SSD: not findable there any more."""
+        return self.tiers.evict(n, now)
+
+    def take_dropped_extents(self) -> list[int]:
+        """Extents of blocks that were withdrawn or cleared since the last call: the tier's to erase."""
+        dropped = self.held.index.dropped
+        out = dropped[:]
+        dropped.clear()
+        return out
+
+    # Holds and quotas.
+
+    def hold(self, tenant: str, keys: Sequence[bytes], hard: bool, now: float) -> int:
+        """Keep the leading ``keys`` that are in DRAM, by name and for no session. Returns how many are held.
+
+        Soft: evicted last. Hard: never evicted. Busy, with the numbers, above the share that may be held.
+        """
+        return self.holds.hold(tenant, keys, hard)
+
+    def unhold(self, tenant: str, keys: Sequence[bytes] | None, now: float) -> int:
+        """Take back the tenant's holds on ``keys`` (None: all of them). Returns how many there were."""
+        return self.holds.unhold(tenant, keys)
+
+    def set_quota(self, tenant: str, limit: int | None) -> None:
+        """``limit`` bytes of DRAM from now on; None: as much as there is. The default tenant has no quota."""
+        self.held.accounts.set_quota(tenant, limit)
+
+    def quotas(self) -> dict[str, tuple[int, int | None]]:
+        """(bytes filled, bytes allowed) of every tenant that has filled some or has a quota."""
+        accounts = self.held.accounts
+        names = dict.fromkeys([*accounts.tenant_of, *accounts.quotas])
+        return {name: (accounts.filled(name), accounts.quotas.get(name)) for name in names}
 
     # Lives and proofs.
 
@@ -210,12 +248,8 @@ class Pool:
         """The holder fell silent or left: its tickets go, what it publishes is fenced, its landings as a reader end."""
         for ticket in [t for t in self._tickets.values() if t.session == session]:
             del self._tickets[ticket.id]
-            self.held.unpin(ticket.entries, now)
-        for claim in self._reservations.values():
-            if claim.session == session and not claim.fenced:
-                claim.fenced = True
-                self.slots.fence([claim.slot])
-                self.held.expect_no_more(claim.key)
+            self.held.unpin(ticket.rows)
+        self.reservations.session_ended(session)
         for landing in self.landings:
             if landing.ask.reader == session:
                 self.landings.end(landing.landing.id, now)
@@ -240,14 +274,12 @@ class Pool:
                 if claim.incomplete and not claim.fenced:
                     broken.append(claim.landing)
                 self.landings.writer_through(claim, now)
-        for reservation in [r for r in self._reservations.values() if r.writer == life]:
-            self._free(reservation, now)
+        self.reservations.writer_gone(life)
         return broken
 
     def lives(self) -> set[Life]:
         """Everybody who may write here."""
-        writers = {claim.ask.writer for claim in self.landings if claim.writer_open}
-        return writers | {claim.writer for claim in self._reservations.values()}
+        return {claim.ask.writer for claim in self.landings if claim.writer_open} | self.reservations.writers()
 
     def fenced_remote(self) -> frozenset[int]:
         """Landings that wait for proof and that making the endpoint anew would prove: ask before it begins."""
@@ -267,7 +299,7 @@ class Pool:
     def waiting_for_remake(self) -> int:
         """Fenced slots that making the endpoint anew would free."""
         return sum(
-            sum(target.entry is None for target in claim.targets.values())
+            sum(target.row is None for target in claim.targets.values())
             for claim in self.landings
             if claim.fenced and claim.writer_open and claim.ask.reach is Reach.CARRIER and not claim.reader_open
         )
@@ -279,31 +311,50 @@ class Pool:
 
     def snapshot(self) -> IndexSnapshot:
         """Call with all events taken."""
-        return self.held.log.snapshot(self.held.index.keys())
+        tiers = (Tier.G2, Tier.G3) if self.held.index.on_ssd else (Tier.G2,)
+        return self.held.log.snapshot((tier, self.held.index.keys_in(tier)) for tier in tiers)
 
     @property
     def evictable_bytes(self) -> int:
         """Of DRAM: what making room could give, beside what is free."""
-        return self.held.evictable_bytes
+        index = self.held.index
+        return sum(size * index.evictable(size) for size in index.in_dram)
+
+    @property
+    def clean_bytes(self) -> int:
+        """Of DRAM: blocks that are on SSD, too. Those of them that nobody has pinned can go without loss."""
+        return sum(size * n for size, n in self.held.index.clean.items())
 
     def numbers(self) -> dict[str, float]:
-        counts = self.slots.counts
+        held, index, counts = self.held, self.held.index, self.slots.counts
+        sizes = {layout.slot_bytes for layout in held.accounts.layouts.values()}
+        going, coming = self.tiers.open
         out: dict[str, float] = {f"slots_{state}": counts[state] for state in counts}
-        sizes = {layout.slot_bytes for layout in self.held.layouts.values()}
         out |= {
-            "slots_free": max(map(self.slots.free, sizes), default=0),
+            f"slots_{SlotState.FREE}": max(map(self.slots.free, sizes), default=0),
             "slots_total": max(map(self.slots.total, sizes), default=0),
+            "spans_vacated": self.slots.vacated,
             "pool_bytes": self.slots.total_bytes,
             "pool_free_bytes": self.slots.free_bytes,
-            "layouts": len(self.held.layouts),
-            "blocks_findable": len(self.held.index),
-            "blocks_evictable": self.held.index.evictable,
-            "pins": self.held.pins,
+            "pool_evictable_bytes": self.evictable_bytes,
+            "pool_clean_bytes": self.clean_bytes,
+            "layouts": len(held.accounts.layouts),
+            "blocks_findable": len(index),
+            "blocks_evictable": sum(index.evictable(size) for size in sizes),
+            "blocks_on_ssd": index.on_ssd,
+            "pins": held.pins,
             "landings_open": len(self.landings),
             "tickets": len(self._tickets),
-            "reservations": len(self._reservations),
-            "event_head": self.held.log.head,
-            "digest_mismatches": self.held.mismatches.total(),
+            "reservations": len(self.reservations),
+            "demotions_open": going,
+            "promotions_open": coming,
+            "event_head": held.log.head,
+            "digest_mismatches": held.mismatches.total(),
         }
-        out |= {f"digest_mismatches_{place}": n for place, n in self.held.mismatches.items()}
-        return out | {name: float(n) for name, n in self.held.counted.items()}
+        out |= self.holds.numbers()
+        out |= {f"digest_mismatches_{place}": n for place, n in held.mismatches.items()}
+        return out | {name: float(n) for name, n in held.counted.items()}
+
+
+def _names(layout: KVLayout) -> tuple[str, str]:
+    return layout.model, layout.fingerprint

@@ -285,9 +285,9 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
 
     async def Clear(self, request: pb.store.KeysRequest, context: Any) -> pb.store.ClearReply:
         keys = await self._keys(request, context)
-        cleared, kept = self._pool.clear(keys or None)
+        done = self._pool.clear(keys or None)
         self._node.changed()
-        return pb.store.ClearReply(cleared=cleared, kept=kept)
+        return pb.store.ClearReply(cleared=done.cleared, kept=done.kept)
 
     async def Stats(self, request: pb.types.Empty, context: Any) -> pb.store.StatsReply:
         return pb.store.StatsReply(numbers=self._node.numbers(), words=self._node.words())

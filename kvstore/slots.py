@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from enum import StrEnum
 
 from moonpool.core.errors import Bug
@@ -61,6 +61,7 @@ class SlotMap:
         self._longest = max((size // SLOT_ALIGN for size in region_bytes), default=0)
         self._target = self._longest
         self._shelves: dict[int, Shelf] = {}  # by size in units
+        self._carved: dict[int, int] = {}  # by size: slots that ground in no span would give, until it changes
         self._owner = array("i")  # by slot: FREE, RESERVED, FENCED, or the row that it was sealed for
         self._span_of = array("i")  # by slot
         self._spans: dict[int, Span] = {}
@@ -81,6 +82,7 @@ class SlotMap:
         if size in self._shelves:
             return
         self._shelves[size] = Shelf(size)
+        self._carved.clear()
         self._target = span_units(self._units, self._longest, [s for s in self._shelves if s <= self._longest])
         for number in [n for n, span in self._spans.items() if span.length > 2 * self._target]:
             self._split(number)
@@ -99,8 +101,12 @@ class SlotMap:
 
     def free(self, slot_bytes: int) -> int:
         """How many slots of this size can be taken as things are."""
-        shelf = self._shelves[slot_bytes // SLOT_ALIGN]
-        return shelf.free.count + sum(spans_in(end - start, self._target, shelf.size) for start, end in self._ground.runs())
+        size = slot_bytes // SLOT_ALIGN
+        carved = self._carved.get(size)
+        if carved is None:
+            carved = sum(spans_in(end - start, self._target, size) for start, end in self._ground.runs())
+            self._carved[size] = carved
+        return self._shelves[size].free.count + carved
 
     def total(self, slot_bytes: int) -> int:
         """How many slots of this size there are, and could be made of ground that belongs to no size."""
@@ -236,6 +242,7 @@ class SlotMap:
         length, start = min((r for r in runs if r[0] >= self._target), default=max(runs))
         length = cut_of(length, self._target)
         self._ground.cut(start, start, start + length)
+        self._carved.clear()
         count = length // shelf.size
         region = bisect_right(self._bases, start) - 1
         first = self._numbers(count)
@@ -276,6 +283,7 @@ class SlotMap:
         if self._span_of[end] == NOWHERE and (not span.first or self._span_of[span.first - 1] == NOWHERE):
             self._spare_slots.setdefault(span.count, []).append(span.first)  # else: part of a longer span once, no gaps
         self._ground.put(span.start, span.start + span.length)
+        self._carved.clear()
         return end
 
     def _split(self, number: int) -> None:
@@ -292,21 +300,33 @@ class SlotMap:
 
     # Vacating a span, so that another size can have its ground.
 
-    def vacant_in(self, slot_bytes: int) -> list[tuple[int, list[int]]]:
-        """(span, owners of its sealed slots) of all spans of other sizes that could be vacated and then hold such slots.
+    def movable(self, slot_bytes: int, into_bytes: int, pinned: Container[int]) -> list[tuple[int, int, int]]:
+        """(used slots, all slots, span) of the spans of one size that may be vacated, and could hold slots of another.
 
-        All that such a span holds are sealed slots, for which there is room in other spans of its size. The fewest first.
+        All that such a span holds are sealed slots whose owners nobody has ``pinned``. The least used first. It can be
+        vacated once as many slots of its size are free, in whatever span, as it has in all.
         """
         size, out = slot_bytes // SLOT_ALIGN, []
         for number, span in self._spans.items():
-            used = span.count - span.free
-            if span.size == size or span.length < size or self._shelves[span.size].free.count - span.free < used:
-                continue
-            owners = [row for row in self._owner[span.first : span.first + span.count] if row != FREE]
-            if min(owners, default=0) >= 0:
-                out.append((number, owners))
-        out.sort(key=lambda one: len(one[1]))
+            if span.size == size and span.length * SLOT_ALIGN >= into_bytes:
+                owners = [row for row in self._owner[span.first : span.first + span.count] if row != FREE]
+                if min(owners, default=0) >= 0 and not any(row in pinned for row in owners):
+                    out.append((len(owners), span.count, number))
+        out.sort()
         return out
+
+    def open_slots(self, slot_bytes: int) -> tuple[int, int]:
+        """(all, free) slots in spans of this size."""
+        shelf = self._shelves[slot_bytes // SLOT_ALIGN]
+        return shelf.slots, shelf.free.count
+
+    def length(self, number: int) -> int:
+        """Bytes of a span."""
+        return self._spans[number].length * SLOT_ALIGN
+
+    def per_span(self, slot_bytes: int) -> int:
+        """Slots of this size in a span of the usual length."""
+        return max(self._target * SLOT_ALIGN // slot_bytes, 1)
 
     def vacate(self, number: int) -> list[tuple[int, int]]:
         """Move what the span holds into other slots of its size, and give its ground back. Returns (row, new slot)."""

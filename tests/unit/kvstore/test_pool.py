@@ -12,7 +12,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import LandingAsk, Life, Reach, Reserved
 from moonpool.kvstore.eviction.lru import Lru
-from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.pool import Cleared, Pool
 from moonpool.kvstore.slots import SlotMap, SlotState
 
 LAYERS, SLOT = 2, 4096
@@ -254,8 +254,8 @@ def test_clear_drops_everything_that_nobody_holds() -> None:
     pool = pool_of(4)
     store_two_chains(pool)
     pool.pin(READER, keys(1), USE, 3.0)
-    assert pool.clear(keys(1)) == (0, 1)
-    assert pool.clear(None) == (3, 1)
+    assert pool.clear(keys(1)) == Cleared(1, 1, SLOT), "what comes after it goes"
+    assert pool.clear(dry_run=True) == pool.clear() == Cleared(2, 1, 2 * SLOT)
     assert pool.lookup(keys(2)) == 1
 
 

@@ -431,12 +431,12 @@ class PoolMachine(RuleBasedStateMachine):
     def clear(self, path: str | None) -> None:
         self.replay()
         before = len(self.replayed)
-        cleared, kept = self.pool.clear(None if path is None else [chain(path)[-1]])
+        done = self.pool.clear(None if path is None else [chain(path)[-1]])
         gone = self.replay()
-        assert len(gone) == cleared
+        assert len(gone) == done.cleared
         if path is None:
-            assert kept == before - cleared
-            assert kept == len(self.pool.held.index) and self.pool.held.index.evictable == 0
+            assert done.kept == before - done.cleared
+            assert done.kept == len(self.pool.held.index) and self.pool.held.index.evictable(SLOT) == 0
 
     # Invariants, re-derived after every step.
 
@@ -446,7 +446,7 @@ class PoolMachine(RuleBasedStateMachine):
             claim = self.pool.landings.get(grant.id)
             for slot in grant.slots if claim else ():
                 assert claim is not None
-                if claim.targets[self.number(slot.slot)].entry is not None and slot.block not in grant.sealed:
+                if claim.targets[self.number(slot.slot)].row is not None and slot.block not in grant.sealed:
                     assert len(grant.landed[slot.block]) == LAYERS
                     assert slot.valid == TOKENS
                     assert not grant.fenced
@@ -502,7 +502,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert entry is not None
             return entry.pins > 0 or any(busy(child) for child in entry.children)
 
-        assert index.evictable == sum(not busy(key) for key in entries)
+        assert index.evictable(SLOT) == sum(not busy(key) for key in entries)
 
     @invariant()
     def events_replayed_give_the_index(self) -> None:

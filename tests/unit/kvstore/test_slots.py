@@ -188,10 +188,13 @@ def test_a_span_is_vacated_by_copying_what_it_holds_into_other_slots_of_its_size
     memory = Memory([48], 2, 3)
     slots = memory.slots
     at = memory.fill(2, list(range(24)))
-    assert slots.vacant_in(3 * UNIT) == [], "no room to move anything to"
+    (used, count, span), *_ = slots.movable(2 * UNIT, 3 * UNIT, {5})
+    assert used == count == 12
     gone = [row for row in range(24) if row % 2]
     slots.release([at.pop(row) for row in gone])
-    (span, owners), *_ = slots.vacant_in(3 * UNIT)
+    assert slots.open_slots(2 * UNIT) == (24, count), "room for all of it, wherever it is"
+    owners = [row for row, slot in at.items() if slots._span_of[slot] == span]
+    assert 5 not in owners, "somebody reads it"
     moved = dict(slots.vacate(span))
     assert sorted(moved) == sorted(owners)
     at |= moved
@@ -205,12 +208,13 @@ def test_reserved_and_fenced_slots_keep_their_span() -> None:
     taken = slots.take(2 * UNIT, 24)
     slots.seal(taken[1:], range(1, 24))
     slots.release(taken[1:8] + taken[12:20])
-    others = [(1, [20, 21, 22, 23])]
-    assert [(len(others), owners) for _, owners in slots.vacant_in(3 * UNIT)] == others
+    (other,) = slots.movable(2 * UNIT, 3 * UNIT, ())
+    assert other[:2] == (4, 12)
     slots.fence(taken[:1])
-    assert [(len(others), owners) for _, owners in slots.vacant_in(3 * UNIT)] == others
+    assert slots.movable(2 * UNIT, 3 * UNIT, ()) == [other]
     slots.release(taken[:1])
-    assert len(slots.vacant_in(3 * UNIT)) == 2
+    assert len(slots.movable(2 * UNIT, 3 * UNIT, ())) == 2
+    assert slots.movable(2 * UNIT, 25 * UNIT, ()) == [], "spans too short for the other size"
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from([2, 3, 5]), st.integers(-6, 6)), max_size=60))
@@ -226,9 +230,11 @@ def test_slots_of_all_sizes_never_overlap_and_nothing_is_lost(steps: list[tuple[
             held |= {row: (slot, size) for row, slot in memory.fill(size, list(range(rows, rows + n))).items()}
             rows += n
         elif n > 0:
-            for span, _ in slots.vacant_in(size * UNIT)[:1]:
-                for row, slot in slots.vacate(span):
-                    held[row] = slot, held[row][1]
+            for other in {2, 3, 5} - {size} - ({5} if i < 20 else set()):
+                for _, count, span in slots.movable(other * UNIT, size * UNIT, ())[:1]:
+                    if count <= slots.open_slots(other * UNIT)[1]:
+                        for row, slot in slots.vacate(span):
+                            held[row] = slot, held[row][1]
         elif n < 0:
             gone = list(held)[: -n * 2 : 2]
             slots.release([held.pop(row)[0] for row in gone])
