@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore import chunks, slices, values
-from moonpool.kvstore.objects import CHUNK, CLASSES, encode_header, plan
+from moonpool.kvstore.objects import CLASSES, encode_header, plan
 from moonpool.wire.host_frames import Link, Wanted
 
 
@@ -53,7 +53,7 @@ class ValueItem:
         self._parts = chunks.Parts(views)
         self._header = encode_header(shape, nonce)
         self.wanted: Sequence[Wanted]
-        if shape.size <= CHUNK:
+        if len(self._chunks) == 1:
             self.wanted = [Wanted(key, self._chunks[0].size_class, Link.NONE)]
         else:
             links = [Link.NONE, *[Link.TIED] * (len(self._chunks) - 1)]

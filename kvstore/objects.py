@@ -25,6 +25,7 @@ HEADER_BYTES = 504  # with one digest the trailer of a chunk is 512 bytes
 CLASSES = tuple(4096 << i for i in range(9))  # bytes of a value that a chunk of each layout takes: 4 KiB to 1 MiB
 CHUNK = CLASSES[-1]
 MAX_CHUNKS = 4096
+MAX_BYTES = MAX_CHUNKS * CHUNK
 MAX_DIMENSIONS = 48
 DTYPE_LETTERS = 24
 
@@ -58,8 +59,13 @@ class Placed(Protocol):
 
 
 def class_of(size: int) -> int:
-    """The smallest class that takes ``size`` bytes."""
-    return max((size - 1).bit_length() - 12, 0) if size > 1 else 0
+    """What a value of ``size`` bytes is cut into: one chunk that takes it all, or the largest that waste an eighth at most."""
+    if size <= CHUNK:
+        return max((size - 1).bit_length() - 12, 0) if size > 1 else 0
+    best = len(CLASSES) - 1
+    while -size % CLASSES[best] * 8 > size:
+        best -= 1
+    return best
 
 
 def names_key(hash_key: bytes) -> bytes:
@@ -92,16 +98,15 @@ def chunk_keys(key: bytes, nonce: bytes, count: int) -> list[bytes]:
 
 
 def plan(key: bytes, nonce: bytes, size: int) -> list[Chunk]:
-    """The chunks of a value of ``size`` bytes, the leaf last. InvalidRequest above ``MAX_CHUNKS``."""
+    """The chunks of a value of ``size`` bytes, the leaf last, all of one layout. InvalidRequest above ``MAX_BYTES``."""
+    size_class = class_of(size)
     if size <= CHUNK:
-        return [Chunk(key, class_of(size), 0, size)]
-    before = (size - 1) // CHUNK
-    if before >= MAX_CHUNKS:
-        raise InvalidRequest(f"value: {size} bytes; at most {MAX_CHUNKS * CHUNK}", param="value")
-    last = len(CLASSES) - 1
-    out = [Chunk(k, last, i * CHUNK, (i + 1) * CHUNK) for i, k in enumerate(chunk_keys(key, nonce, before))]
-    start = before * CHUNK
-    return [*out, Chunk(key, class_of(size - start), start, size)]
+        return [Chunk(key, size_class, 0, size)]
+    if size > MAX_BYTES:
+        raise InvalidRequest(f"value: {size} bytes; at most {MAX_BYTES}", param="value")
+    step = CLASSES[size_class]
+    keys = [*chunk_keys(key, nonce, chunks_of(size) - 1), key]
+    return [Chunk(k, size_class, i * step, min((i + 1) * step, size)) for i, k in enumerate(keys)]
 
 
 class Shape(NamedTuple):
@@ -139,12 +144,10 @@ def decode_header(raw: bytes) -> tuple[Shape, bytes]:
 
 
 def chunks_of(size: int) -> int:
-    return max((size - 1) // CHUNK, 0) + 1
+    return max(-(-size // CLASSES[class_of(size)]), 1)
 
 
 def require_fits(shape: Shape, places: Sequence[Placed]) -> None:
-    """DigestMismatch unless a value of this size lies in chunks of these classes, leaf last."""
-    count = chunks_of(shape.size)
-    fits = count == len(places) and places[-1].layout == class_of(shape.size - (count - 1) * CHUNK)
-    if not fits or any(place.layout != len(CLASSES) - 1 for place in places[:-1]):
+    """DigestMismatch unless a value of this size lies in chunks of these classes."""
+    if shape.size > MAX_BYTES or len(places) != chunks_of(shape.size) or {p.layout for p in places} != {class_of(shape.size)}:
         raise DigestMismatch(f"a value of {shape.size} bytes does not lie in these {len(places)} chunks")

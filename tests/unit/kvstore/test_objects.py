@@ -13,7 +13,7 @@ from moonpool.kvstore.objects import (
     CHUNK,
     CLASSES,
     HEADER_BYTES,
-    MAX_CHUNKS,
+    MAX_BYTES,
     RAW_LAYOUTS,
     Names,
     Shape,
@@ -38,13 +38,15 @@ def test_chunks_follow_one_another_and_cover_the_value(size: int) -> None:
     assert len({c.key for c in found}) == len(found)
     for chunk in found:
         assert chunk.end - chunk.start <= CLASSES[chunk.size_class]
-    assert CLASSES[found[-1].size_class] <= max(2 * (found[-1].end - found[-1].start), CLASSES[0])
+    taken = sum(CLASSES[c.size_class] for c in found)
+    assert taken <= max(2 * size if size <= CHUNK else size * 9 // 8, CLASSES[0])
+    assert len({c.size_class for c in found}) == 1  # one layout: a value is a sequence like any other
     require_fits(Shape(0, size), [Place(c.size_class, 0, 0) for c in found])
 
 
 def test_a_value_above_the_limit_is_refused_before_anything_is_made() -> None:
     with pytest.raises(InvalidRequest, match="at most"):
-        plan(KEY, NONCE, MAX_CHUNKS * CHUNK + 1)
+        plan(KEY, NONCE, MAX_BYTES + 1)
 
 
 def test_chunks_of_two_puts_of_one_key_have_no_name_in_common_but_the_last() -> None:
