@@ -13,7 +13,7 @@ from support.store import Roll, block_keys, config, store_node, worker
 
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation, NodeId
-from moonpool.kvstore.index import EventLog
+from moonpool.kvstore.event_log import EventLog
 from moonpool.kvstore.watch import HISTORY, QUEUE, Watchers
 from moonpool.wire import pb
 from moonpool.wire.frames import Kind, decode_events, decode_snapshot, kind_of
@@ -31,16 +31,16 @@ class Source:
 
     def snapshot(self) -> IndexSnapshot:
         self.watchers.publish(self.log.take())
-        return self.log.snapshot(self.keys)
+        return self.log.snapshot([(Tier.G2, list(self.keys))])
 
     def store(self, *keys: bytes) -> None:
         for key in keys:
-            self.log.record(BlockChange.STORED, key)
+            self.log.record(BlockChange.STORED, Tier.G2, [key])
             self.keys[key] = None
         self.watchers.publish(self.log.take())
 
     def remove(self, key: bytes) -> None:
-        self.log.record(BlockChange.REMOVED, key)
+        self.log.record(BlockChange.REMOVED, Tier.G2, [key])
         del self.keys[key]
         self.watchers.publish(self.log.take())
 
@@ -144,7 +144,7 @@ def test_long_logs_are_cut_into_batches_that_follow_one_another(changes: list[tu
     for stored, size in changes:
         for i in range(size):
             key = b"%d" % i
-            log.record(BlockChange.STORED if stored else BlockChange.REMOVED, key)
+            log.record(BlockChange.STORED if stored else BlockChange.REMOVED, Tier.G2, [key])
             (replayed.add if stored else replayed.discard)(key)
     watchers.publish(log.take())
     for _, frame in watchers._history:
