@@ -25,6 +25,7 @@ from moonpool.core.errors import ConfigError, TransferFailed
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import Region
 from moonpool.core.layout import KVLayout
+from moonpool.kvstore.memory_kinds import bind, chosen_node, free_on, require_on
 
 DEFAULT_DIRECTORY = Path("/dev/shm")
 STEP = 64 * MIB  # allocated and touched between two reports of progress
@@ -113,7 +114,9 @@ def reclaim(directory: Path) -> int:
 class OwnRegions:
     """The owner's side. ``files`` are what others map, ``views`` the same bytes here, both by region number."""
 
-    def __init__(self, directory: Path, owner: str, slot_bytes: int, slots_per_region: Sequence[int]) -> None:
+    def __init__(
+        self, directory: Path, owner: str, slot_bytes: int, slots_per_region: Sequence[int], memory_node: int | None = None
+    ) -> None:
         self.files: list[Region] = []
         self.views: list[NDArray[np.uint8]] = []
         self.slots_per_region = tuple(slots_per_region)
@@ -121,6 +124,7 @@ class OwnRegions:
         self._directory = directory
         self._owner = owner
         self._slot_bytes = slot_bytes
+        self._memory_node = memory_node  # NUMA node of every page; None: the kernel's choice
 
     @classmethod
     def create(
@@ -128,6 +132,8 @@ class OwnRegions:
     ) -> OwnRegions:
         """Reclaim, check, allocate, map and touch. Takes about 0.3 s per GB; call it in a thread. ConfigError with numbers."""
         directory = Path(config.directory) if config.directory else DEFAULT_DIRECTORY
+        memory_node = chosen_node(config)
+        free = free_memory() if memory_node is None else min(free_memory(), free_on(memory_node))
         try:
             reclaim(directory)
             fs = os.statvfs(directory)
@@ -136,8 +142,8 @@ class OwnRegions:
                 f"store.directory: {directory}: {e.strerror}; name a writable folder on a memory file system",
                 param="store.directory",
             ) from e
-        slots = plan(config, layout.slot_bytes, free_memory(), fs.f_bavail * fs.f_frsize)
-        regions = cls(directory, f"moonpool+{cluster}+{node}+{os.getpid()}", layout.slot_bytes, slots)
+        slots = plan(config, layout.slot_bytes, free, fs.f_bavail * fs.f_frsize)
+        regions = cls(directory, f"moonpool+{cluster}+{node}+{os.getpid()}", layout.slot_bytes, slots, memory_node)
         try:
             regions._fill(progress or (lambda done, total: None))
         except OSError as e:
@@ -165,12 +171,16 @@ class OwnRegions:
             os.ftruncate(fd, size)
             view = np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=np.uint8)
             self.views.append(view)
+            if self._memory_node is not None:
+                bind(view, self._memory_node)
             for start in range(0, size, STEP):
                 end = min(start + STEP, size)
                 os.posix_fallocate(fd, start, end - start)  # out of space is an error here and a bus error below
                 view[start : end : mmap.PAGESIZE] = 0
                 done += end - start
                 progress(done, total)
+            if self._memory_node is not None:
+                require_on(view, self._memory_node, self._directory)
 
     def close(self) -> None:
         """Unlink. The memory itself goes with the last view; call it after every carrier has let go of it."""
