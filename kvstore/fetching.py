@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 OURSELVES = 0  # the session number under which the node itself pins
 DRAIN_S = 5.0
+KEPT_CHANNELS = 64  # to other nodes, whose addresses change with every life
+STALE_S = 60.0  # for calls under way on one that is kept no longer
 PIECE = 64  # blocks of one landing of a replica: a full pool then takes a part rather than nothing
 log = structlog.get_logger(__name__)
 
@@ -81,9 +83,11 @@ class Fetcher:
         self._channels.clear()
 
     def stub(self, address: str) -> Any:
-        if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address)
-        return pb.store_rpc.StoreStub(self._channels[address])
+        channel = self._channels.pop(address, None) or grpc.aio.insecure_channel(address)
+        self._channels[address] = channel  # the most recently used one comes last
+        if len(self._channels) > KEPT_CHANNELS:
+            self._node.spawn(self._channels.pop(next(iter(self._channels))).close(STALE_S))
+        return pb.store_rpc.StoreStub(channel)
 
     # The node that lacks blocks.
 

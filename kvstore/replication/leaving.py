@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moonpool.kvstore.node import StoreNode
 
 PIECE = 64  # blocks of one call
+SHORT = 3
 log = structlog.get_logger(__name__)
 
 
@@ -70,18 +71,22 @@ class Leaving:
         entries = map(index.get, index.keys())
         return [Block(e.key, e.parent, e.used, e.layout.slot_bytes) for e in entries if e is not None]
 
-    async def _copy(self, work: Sequence[Piece], size: dict[bytes, int], rooms: list[Room], end: float) -> None:
-        rooms = list(rooms)
+    async def _copy(self, work: Sequence[Piece], size: dict[bytes, int], rooms: Sequence[Room], end: float) -> None:
+        """A node that took less than it was asked to three times in a row is asked no more."""
+        short = dict.fromkeys((room.node for room in rooms), 0)
         for piece in work:
             last = self._node.pool.held.index.get(piece.path[-1])
             if last is None:
                 continue  # withdrawn or evicted since
-            while (left := end - self._node.clock()) > 0 and (to := least_to_move(rooms, piece.path, size)) is not None:
-                blocks, moved = await self._others.replicate(to, piece.path, last.layout, left)
+            asked = [room for room in rooms if short[room.node] < SHORT]
+            while (left := end - self._node.clock()) > 0 and (to := least_to_move(asked, piece.path, size)) is not None:
+                blocks, moved = await self._others.replicate(to, piece.path, last.layout, last.use, left)
                 to.took(piece.path[:blocks], moved)
                 if blocks == len(piece.path):
+                    short[to.node] = 0
                     break
-                rooms.remove(to)  # it has no room after all, is leaving or gone
+                short[to.node] += 1
+                asked.remove(to)
 
     def _report(self, blocks: Sequence[Block], before: set[bytes], after: set[bytes]) -> None:
         saved = [block.bytes for block in blocks if block.key in before and block.key in after]

@@ -13,6 +13,7 @@ import structlog
 from moonpool.core.ids import Role
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
+from moonpool.core.use import Use
 from moonpool.kvstore.replication.plan import Room
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
@@ -53,13 +54,19 @@ class Others:
             return None
         return None if reply.leaving else Room(member.node, reply.free_bytes, reply.evictable_bytes, has)
 
-    async def replicate(self, to: Room, path: Sequence[bytes], layout: KVLayout, deadline_s: float) -> tuple[int, int]:
-        """Ask ``to`` to take ``path`` from here: (leading blocks it has then, bytes moved). (0, 0) where it failed."""
+    async def replicate(
+        self, to: Room, path: Sequence[bytes], layout: KVLayout, use: Use, deadline_s: float
+    ) -> tuple[int, int]:
+        """Ask ``to`` to take ``path`` from here, on the account of ``use``: (leading blocks it has then, bytes moved).
+
+        (0, 0) where it failed.
+        """
         member = self._node.peers.store_of(to.node)
         if member is None:
             return 0, 0
         request = pb.store.ReplicateRequest(keys=path, node=self._node.member.node, deadline_ms=max(1, int(deadline_s * 1e3)))
         to_wire(layout, request.layout)
+        to_wire(use, request.use)
         try:
             reply = await self._node.fetcher.stub(member.address).Replicate(request, timeout=deadline_s + ANSWER_S)
         except grpc.aio.AioRpcError as e:

@@ -53,8 +53,7 @@ class Spreader:
 
     async def _run(self) -> None:
         while self._hot:
-            await self._spread(self._hot[0])
-            self._hot.popleft()
+            await self._spread(self._hot.popleft())
 
     async def _spread(self, last: bytes) -> None:
         path = self._path(last)
@@ -71,7 +70,7 @@ class Spreader:
             return
         self.copies += 1
         for end in range(PIECE, len(path) + PIECE, PIECE):
-            blocks, moved = await self._others.replicate(to, path[:end], layout, COPY_S)
+            blocks, moved = await self._others.replicate(to, path[:end], layout, known.use, COPY_S)
             self.bytes += moved
             await asyncio.sleep(moved / BYTES_PER_S)
             if blocks < min(end, len(path)):

@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from support.store import LAYOUT
+from support.store import LAYOUT, block_bytes
 from support.stores import block_keys, stores, until
 
 from moonpool.core.membership import Liveness
+from moonpool.core.use import Use
 from moonpool.wire import pb
 
 
@@ -30,6 +31,16 @@ async def test_a_leaving_node_copies_what_only_it_holds_and_the_others_have_ever
         again = await s.nodes["a"].leave()
         assert again == report
         await s.require_idle()
+
+
+async def test_a_copy_is_on_the_account_of_the_tenant_whose_block_it_is(tmp_path: Path) -> None:
+    async with stores(tmp_path, "a", "b") as s:
+        keys = block_keys("k", 2)
+        await s.workers["a"].publish([(key, block_bytes(key)) for key in keys], use=Use("acme"))
+        assert (await s.nodes["a"].leave()).blocks_saved == 2
+        copy = s.nodes["b"].pool.held.index.get(keys[1])
+        assert copy is not None
+        assert copy.use.tenant == "acme"
 
 
 async def test_a_leaving_node_serves_reads_and_refuses_new_blocks(tmp_path: Path) -> None:
