@@ -7,14 +7,16 @@ answers what it would have answered, and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, TypeVar
 
 from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.kvstore.checks import checked_keys
 from moonpool.kvstore.codecs.copies import all_keys
-from moonpool.kvstore.control import Cleaned, Control
+from moonpool.kvstore.control import Control
 from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.pool import Cleared
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 from moonpool.wire.status import abort
@@ -51,11 +53,44 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
         for i, key in enumerate(keys):
             state = self._control.state(key)
             reply.blocks.add(
-                key=key, tiers=state.tiers, layout=state.layout, tenant=state.tenant, codec=state.codec, bytes=state.bytes
+                key=key,
+                tiers=state.tiers,
+                layout=state.layout,
+                tenant=state.tenant,
+                held=state.held,
+                codec=state.codec,
+                bytes=state.bytes,
             )
             if state.tiers and reply.leading == i:
                 reply.leading += 1
         return reply
+
+    @answered
+    async def Hold(self, request: pb.store_admin.HoldRequest, context: Any) -> pb.store_admin.HoldReply:
+        keys = checked_keys(request.keys)
+        held = self._control.hold(_named(request.tenant), keys, request.hard, self._node.clock())
+        self._node.changed()
+        return pb.store_admin.HoldReply(held=held, missing=len(keys) - held)
+
+    @answered
+    async def Unhold(self, request: pb.store_admin.HoldRequest, context: Any) -> pb.store_admin.HoldReply:
+        keys = checked_keys(request.keys)
+        ended = self._control.unhold(_named(request.tenant), keys, self._node.clock())
+        self._node.changed()
+        return pb.store_admin.HoldReply(held=ended, missing=len(keys) - ended)
+
+    @answered
+    async def Quotas(self, request: pb.types.Empty, context: Any) -> pb.store_admin.QuotasReply:
+        return pb.store_admin.QuotasReply(pool_bytes=self._node.pool.slots.total_bytes, tenants=self._tenants())
+
+    @answered
+    async def SetQuota(self, request: pb.store_admin.SetQuotaRequest, context: Any) -> pb.store_admin.SetQuotaReply:
+        before, used = self._control.set_quota(_named(request.tenant), request.bytes, request.dry_run)
+        above = max(used - request.bytes, 0) if request.bytes else 0
+        return pb.store_admin.SetQuotaReply(before=before, used=used, above=above)
+
+    def _tenants(self) -> list[pb.store_admin.TenantUse]:
+        return [pb.store_admin.TenantUse(**asdict(one)) for one in self._control.tenants()]
 
     @answered
     async def Drop(self, request: pb.store_admin.DropRequest, context: Any) -> pb.store_admin.CleanReply:
@@ -72,7 +107,7 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
             self._control.clean(keys, _name(request.model, "model"), _name(request.tenant, "tenant"), request.dry_run)
         )
 
-    def _cleaned(self, done: Cleaned) -> pb.store_admin.CleanReply:
+    def _cleaned(self, done: Cleared) -> pb.store_admin.CleanReply:
         self._node.changed()
         return pb.store_admin.CleanReply(cleared=done.cleared, kept=done.kept, bytes=done.bytes)
 
@@ -86,7 +121,9 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
     @answered
     async def Describe(self, request: pb.types.Empty, context: Any) -> pb.store_admin.Description:
         node = self._node
-        reply = pb.store_admin.Description(node=node.member.node, numbers=node.numbers(), words=node.words())
+        reply = pb.store_admin.Description(
+            node=node.member.node, numbers=node.numbers(), words=node.words(), tenants=self._tenants()
+        )
         for layout, blocks in self._control.layouts():
             to_wire(layout, reply.layouts.add(blocks=blocks, bytes=blocks * layout.slot_bytes).layout)
         return reply
@@ -96,3 +133,9 @@ def _name(value: str, field: str) -> str:
     if len(value) > MAX_NAME:
         raise InvalidRequest(f"{field}: {len(value)} characters; at most {MAX_NAME}", param=field)
     return value
+
+
+def _named(tenant: str) -> str:
+    if not tenant:
+        raise InvalidRequest("tenant: it is empty; name one", param="tenant")
+    return _name(tenant, "tenant")

@@ -1,6 +1,6 @@
-"""What operators ask of the pool: where a block is, and what would go, or goes, when blocks are dropped or cleared.
+"""What operators ask of the pool: where a block is and who keeps it there, and what would go, or goes.
 
-Pure. Nothing that is in use goes: neither a pinned block, nor one that has such a block after it.
+Pure. Nothing that is in use goes: neither a block that is pinned or held hard, nor one that has such a block after it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from moonpool.core.errors import InvalidRequest
 from moonpool.core.events import Tier
 from moonpool.core.layout import RAW, KVLayout
+from moonpool.core.use import DEFAULT_TENANT
 from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key
 from moonpool.kvstore.index import Entry
-from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.pool import Cleared, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +25,29 @@ class BlockState:
     tiers: tuple[Tier, ...] = ()
     layout: str = ""
     tenant: str = ""
+    held: str = ""  # hard or soft
     codec: str = ""
-    bytes: int = 0
+    bytes: int = 0  # in one tier
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
-    """Blocks and bytes that went, or would go, and blocks that were meant, too, but stay."""
+class TenantState:
+    """Bytes of DRAM; ``quota`` 0: none. ``blocks`` are slots in DRAM, those being written included."""
 
-    cleared: int
-    kept: int
-    bytes: int
+    tenant: str
+    used: int
+    quota: int
+    soft: int
+    hard: int
+    blocks: int
 
 
 class Control:
     def __init__(self, pool: Pool) -> None:
         self._index = pool.held.index
         self._pool = pool
+
+    # Looking.
 
     def state(self, key: bytes) -> BlockState:
         """Of the full block, or of a lossy copy of it where that is all there is."""
@@ -48,16 +56,55 @@ class Control:
             if entry is not None:
                 layout = entry.layout
                 codec = "" if layout.codec == RAW else layout.codec
-                return BlockState((Tier.G2,), layout.fingerprint, entry.use.tenant, codec, layout.slot_bytes)
+                return BlockState(entry.tiers, layout.fingerprint, entry.use.tenant, entry.held, codec, layout.slot_bytes)
         return BlockState()
 
     def layouts(self) -> list[tuple[KVLayout, int]]:
-        """What is registered, with how many blocks of it are here."""
-        entries = (self._index.get(key) for key in self._index.keys())
-        count = Counter(entry.layout.fingerprint for entry in entries if entry is not None)
-        return [(layout, count[name]) for name, layout in self._pool.held.layouts.items()]
+        """What is registered, with how many slots hold it."""
+        accounts = self._pool.held.accounts
+        count: Counter[str] = Counter()
+        for layout, slots in zip(accounts.layout_of, accounts.slots_of, strict=True):
+            count[layout.fingerprint] += slots
+        return [(layout, count[name]) for name, layout in accounts.layouts.items()]
 
-    def drop(self, keys: Iterable[bytes], dry_run: bool) -> Cleaned:
+    def tenants(self) -> list[TenantState]:
+        """Everybody who has stored or held something, or has a quota."""
+        accounts, holds, out = self._pool.held.accounts, self._pool.holds, []
+        known = dict.fromkeys(holds.tenants(), (0, None)) | self._pool.quotas()
+        for tenant, (used, quota) in sorted(known.items()):
+            blocks = sum(accounts.slots_of[account] for account in accounts.of_tenant(tenant))
+            soft, hard = holds.bytes_of(tenant)
+            if used or quota or soft or hard:
+                out.append(TenantState(tenant, used, quota or 0, soft, hard, blocks))
+        return out
+
+    # Changing.
+
+    def hold(self, tenant: str, keys: Sequence[bytes], hard: bool, now: float) -> int:
+        """Hold the leading ``keys`` that are in DRAM, and where only lossy copies are left the copies. How many are held.
+
+        Busy, with the numbers, above the share that may be held.
+        """
+        held = self._pool.hold(tenant, keys, hard, now)
+        for codec in LOSSY:
+            if held < len(keys) and self._index.get(copy_key(keys[held], codec)) is not None:
+                held = max(held, self._pool.hold(tenant, [copy_key(key, codec) for key in keys], hard, now))
+        return held
+
+    def unhold(self, tenant: str, keys: Sequence[bytes], now: float) -> int:
+        """How many of ``keys`` the tenant held, in whatever form."""
+        return sum(self._pool.unhold(tenant, all_keys(key), now) > 0 for key in keys)
+
+    def set_quota(self, tenant: str, limit: int, dry_run: bool) -> tuple[int, int]:
+        """(quota before, bytes filled); 0: none. InvalidRequest: the default tenant has none."""
+        if tenant == DEFAULT_TENANT:
+            raise InvalidRequest(f"tenant: {tenant!r} is whoever names none, and has no quota; name another", param="tenant")
+        used, before = self._pool.quotas().get(tenant, (0, None))
+        if not dry_run:
+            self._pool.set_quota(tenant, limit or None)
+        return before or 0, used
+
+    def drop(self, keys: Iterable[bytes], dry_run: bool) -> Cleared:
         """Drop exactly ``keys``. One that is in use, or that other blocks follow, stays."""
         meant = {key: entry for key in keys if (entry := self._index.get(key)) is not None}
         following = {key: len(entry.children) for key, entry in meant.items()}
@@ -65,7 +112,7 @@ class Control:
         gone: list[Entry] = []
         while leaves:
             entry = leaves.pop()
-            if entry.pins:
+            if entry.pins or entry.held == "hard":
                 continue
             gone.append(entry)
             if entry.parent in following:
@@ -75,29 +122,11 @@ class Control:
         if not dry_run:
             for entry in gone:
                 self._pool.held.withdraw(entry.key)
-        return Cleaned(len(gone), len(meant) - len(gone), sum(entry.layout.slot_bytes for entry in gone))
+        size = sum(entry.layout.slot_bytes * len(entry.tiers) for entry in gone)
+        return Cleared(len(gone), len(meant) - len(gone), size)
 
-    def clean(self, keys: Sequence[bytes], model: str, tenant: str, dry_run: bool) -> Cleaned:
+    def clean(self, keys: Sequence[bytes], model: str, tenant: str, dry_run: bool) -> Cleared:
         """Drop ``keys`` and their lossy copies with all that follows them; without keys all blocks of ``model`` (by its
         fingerprint, or that of one layout) and of ``tenant``, where these are named."""
-        if keys:
-            return self.drop(self._following([name for key in keys for name in all_keys(key)]), dry_run)
-        return self.drop([key for key in list(self._index.keys()) if self._is_of(key, model, tenant)], dry_run)
-
-    def _is_of(self, key: bytes, model: str, tenant: str) -> bool:
-        entry = self._index.get(key)
-        if entry is None or (tenant and entry.use.tenant != tenant):
-            return False
-        return not model or model in (entry.layout.model, entry.layout.fingerprint)
-
-    def _following(self, keys: Iterable[bytes]) -> set[bytes]:
-        """``keys`` and their descendants, as far as they are here."""
-        found: set[bytes] = set()
-        stack = list(keys)
-        while stack:
-            key = stack.pop()
-            entry = self._index.get(key)
-            if entry is not None and key not in found:
-                found.add(key)
-                stack.extend(entry.children)
-        return found
+        names = [name for key in keys for name in all_keys(key)] if keys else None
+        return self._pool.clear(names, model=model, tenant=tenant, dry_run=dry_run)

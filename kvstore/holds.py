@@ -106,6 +106,9 @@ class Holds:
                 keys |= mine
         return sum(map(self._bytes, keys))
 
+    def tenants(self) -> set[str]:
+        return {tenant for by in self._by.values() for tenant in by}
+
     def bytes_of(self, tenant: str) -> tuple[int, int]:
         """Bytes that the tenant holds softly, and hard."""
         self._prune()

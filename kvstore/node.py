@@ -70,7 +70,16 @@ class StoreNode:
         self.clock = time.monotonic
         poison = self._poison if config.engine.poison else None
         self.slots = SlotMap([region.size for region in regions.files], poison, self._move)
-        self.pool = Pool(member.node, member.incarnation, self.slots, make_policy(config.store.eviction))
+        store = config.store
+        self.pool = Pool(
+            member.node,
+            member.incarnation,
+            self.slots,
+            make_policy(store.eviction),
+            quotas=store.quotas,
+            hard_pin_share=store.hard_pin_share,
+            soft_pin_share=store.soft_pin_share,
+        )
         self.pool.register(layout)
         self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)

@@ -130,6 +130,23 @@ def test_stats_print_the_main_figures_of_each_node_or_all_of_them(shell: Shell) 
     assert [one["blocks_findable"] for one in shell.json("stats")] == [0, 5]
 
 
+def test_pins_and_quotas_are_made_shown_and_ended(shell: Shell) -> None:
+    shell.publish("a")
+    assert [one["held"] for one in shell.json("pin", "--tenant", "alice", "--hard", "--keys", HEX)] == [5, 0]
+    lines = shell("lookup", "--keys", HEX, "--blocks", "--node", "a").stdout.splitlines()
+    assert all("hard" in line for line in lines[1:])
+    assert shell("clear", "--everything", "--node", "a").exit_code == 1
+    done = shell("pin", "--tenant", "bob", "--keys", HEX, "--node", "a")
+    assert done.exit_code == 1
+    assert "store.soft_pin_share allows" in done.stderr
+    assert shell.json("quota", "--tenant", "alice", "--bytes", "1 MiB")[1]["used"] == 0
+    rows = [line.split() for line in shell("quota", "--node", "a").stdout.splitlines()]
+    assert rows[0] == ["node", "tenant", "blocks", "used", "quota", "soft", "hard"]
+    assert rows[1][:2] == ["a", "alice"]
+    assert shell.json("unpin", "--tenant", "alice", "--keys", HEX, "--node", "a")[0]["held"] == 5
+    assert shell("clear", "--everything", "--node", "a").exit_code == 0
+
+
 def test_prompts_are_named_as_a_gateway_names_them(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "toy")
     key_file, prompt = tmp_path / "hash.key", tmp_path / "prompt.txt"
