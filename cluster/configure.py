@@ -1,8 +1,9 @@
 """Loads the configuration: TOML file < environment < command line, with every value's origin.
 
 A key is named ``section.key``; the environment writes it ``MOONPOOL_SECTION_KEY``. Values from the environment and the
-command line are text: numbers and booleans are read from it, sizes (``..._bytes``) may carry KiB, MiB or GiB, and
-lists and tables (``JSON_KEYS``) are JSON. An unknown key is refused with the nearest valid one, wherever it comes from.
+command line are text: numbers and booleans are read from it, sizes (``..._bytes``, ``..._bytes_per_s``) may carry KiB,
+MiB, GiB or TiB, and lists and tables (``JSON_KEYS``) are JSON. An unknown key is refused with the nearest valid one,
+wherever it comes from.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ DEFAULT = "default"
 COMMAND_LINE = "command line"
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|TiB)\s*\Z", re.IGNORECASE)
+_SIZED = ("_bytes", "_bytes_per_s")
+_WRITE_SIZE = "write bytes, or KiB, MiB, GiB, TiB after a number"
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -138,12 +141,12 @@ def read_size(text: str, name: str) -> int:
     if isinstance(size, int):
         return size
     if not text.strip().isdecimal():
-        raise ConfigError(f"{name}: {text!r} is no size; write bytes, or KiB, MiB, GiB, TiB after a number", param=name)
+        raise ConfigError(f"{name}: {text!r} is no size; {_WRITE_SIZE}", param=name)
     return int(text)
 
 
 def _size(key: str, value: Any) -> Any:
-    match = _SIZE.match(value) if key.endswith("_bytes") and isinstance(value, str) else None
+    match = _SIZE.match(value) if key.endswith(_SIZED) and isinstance(value, str) else None
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else value
 
 
@@ -179,6 +182,8 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     section, _, name = key.partition(".")
     told = sections()[section].model_fields[name].description if name else None
     wanted = first["msg"].replace("Input should be", "must be")
+    if key.endswith(_SIZED) and first["type"] in ("int_parsing", "float_parsing", "int_from_float"):
+        wanted = f"is no size; {_WRITE_SIZE}"
     message = f"{key}{rest}: {first['input']!r} ({origins.get(key, DEFAULT)}) {wanted}"
     return ConfigError(message + (f" ({told})" if told else ""), param=key)
 

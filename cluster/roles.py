@@ -6,6 +6,7 @@ Importing and loading hold up whatever thread does them for seconds: not the eve
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from moonpool.cluster.gateway.service import Gateway
     from moonpool.engine.engine import Engine
     from moonpool.kvstore.node import StoreNode
+
+PROGRESS_S = 1.0
 
 StartWorker = Callable[[Config, "Engine", Member, Peers], Awaitable[Service]]
 
@@ -58,7 +61,7 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
     store = await asyncio.to_thread(_store_class)
 
     async def start(member: Member) -> StoreNode:
-        return await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone)
+        return await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone, progress=Touched(say))
 
     async def again(member: Member) -> tuple[Service, Member]:
         return await start(member), member
@@ -98,6 +101,21 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         return await start(config, engine, member, peers), member
 
     return Made(await start(config, engine, member, peers), member, again, [engine.close])
+
+
+class Touched:
+    """Says how far taking the pool's memory has come, at most once a second: several GiB take a while."""
+
+    def __init__(self, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._said = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Bytes. Called by the thread that takes them."""
+        now = self._clock()
+        if now >= self._said + PROGRESS_S:
+            self._said = now
+            self._say(f"pool: {done / (1 << 30):.1f} of {total / (1 << 30):.1f} GiB of memory taken")
 
 
 def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:

@@ -22,6 +22,14 @@ from moonpool.wire.generated import types_pb2
 REASON_KEY = "moonpool-reason"
 PEER_KEY = "moonpool-peer"
 
+_SIGNS = (
+    ("connection refused", "connection refused"),
+    ("timed out", "no answer in time"),
+    ("timeout", "no answer in time"),
+    ("no route to host", "no route to its host"),
+    ("dns resolution failed", "its name does not resolve"),
+)
+
 
 async def abort(context: Any, error: BaseException) -> NoReturn:
     """End a servicer's call with ``error``; one that is not ours becomes an internal error without its traceback."""
@@ -46,12 +54,18 @@ def error_of(call: Any, who: str) -> MoonpoolError:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlinePassed(f"{who} did not answer in time")
     if code is grpc.StatusCode.UNAVAILABLE:
-        return PeerSilent(f"{who} cannot be reached: {message}", peer=who)
+        return PeerSilent(f"{who} cannot be reached ({why_unreachable(message)})", peer=who)
     if code is grpc.StatusCode.CANCELLED:
         return Cancelled(f"the call to {who} was cancelled")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(f"{who}: {message}")
     return TransferFailed(f"{who}: {code.name.lower()}: {message}", peer=who)
+
+
+def why_unreachable(details: str | None) -> str:
+    """In a user's words: gRPC's own name addresses, file descriptors and its inner workings."""
+    text = (details or "").lower()
+    return next((words for sign, words in _SIGNS if sign in text), "its connection is gone")
 
 
 def to_error(error: BaseException) -> types_pb2.Error:

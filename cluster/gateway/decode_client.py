@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 import grpc.aio
+import structlog
 
 from moonpool.core.errors import Failure, MoonpoolError, PeerSilent, Reason
 from moonpool.core.ids import Incarnation, MemberId, RequestId
@@ -20,6 +21,9 @@ from moonpool.core.placement import Placement, WorkerRef
 from moonpool.core.request import Attempt, Emission
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.status import why_unreachable
+
+_log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS = (
@@ -78,7 +82,8 @@ class DecodeStream:
                     self._deliver(message)
             self.fail(f"{self.worker.id}: closed its token stream")
         except grpc.aio.AioRpcError as e:
-            self.fail(f"{self.worker.id}: token stream broke ({e.code().name.lower()}: {e.details()})")
+            _log.info("token stream broke", worker=self.worker.id, why=f"{e.code().name}: {e.details()}")
+            self.fail(f"{self.worker.id}: token stream broke ({why_unreachable(e.details())})")
 
     def _deliver(self, message: pb.decode.Emission) -> None:
         queue = self._attempts.get((message.request, message.attempt))
@@ -96,7 +101,8 @@ class DecodeStream:
             while True:
                 await self._call.write(await self._out.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as e:
-            self.fail(f"{self.worker.id}: token stream broke ({type(e).__name__})")
+            _log.info("token stream broke", worker=self.worker.id, why=repr(e))
+            self.fail(f"{self.worker.id}: token stream broke ({why_unreachable('')})")
 
     def fail(self, why: str) -> None:
         """Every attempt on this stream fails with PeerSilent, now."""

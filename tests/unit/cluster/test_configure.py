@@ -107,6 +107,17 @@ def test_sizes_carry_units(count: int, unit: str) -> None:
     assert config.store.pool_bytes == count * {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[unit]
 
 
+@pytest.mark.parametrize("text", ["lots", "2 GB", "1.5"])
+def test_a_malformed_size_is_refused_naming_the_units(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"store\.pool_bytes: '{text}' \(command line\) is no size; .*KiB, MiB, GiB"):
+        load_config(None, {}, {"store.pool_bytes": text})
+
+
+def test_rates_carry_units_too() -> None:
+    config, _ = load_config(None, {}, {"transfer.throttle_bytes_per_s": "1.5 MiB"})
+    assert config.transfer.throttle_bytes_per_s == 1.5 * (1 << 20)
+
+
 def test_every_value_shown_can_be_given_back_on_the_command_line() -> None:
     config, origins = load_config(None, {}, {"gateway.port": "1234", "engine.poison": "true", "model.name": "m"})
     shown = {key: value.strip('"') if key != "cluster.nodes" else value for key, value, _ in describe(config, origins)}

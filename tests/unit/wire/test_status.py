@@ -99,6 +99,13 @@ async def test_a_bare_status_is_read_by_its_code(
     assert type(await failure(stub.Clear(pb.store.KeysRequest()))) is kind
 
 
+async def test_a_peer_that_is_not_there_is_said_in_a_users_words() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        arrived = await failure(pb.store_rpc.StoreStub(channel).Stats(pb.types.Empty()))
+    assert isinstance(arrived, PeerSilent)
+    assert arrived.message == "store-a cannot be reached (connection refused)"
+
+
 def test_replies_carry_errors_as_a_field() -> None:
     message = to_error(Busy("full", peer="store-a"))
     assert (message.reason, message.message, message.peer) == ("busy", "full", "store-a")
