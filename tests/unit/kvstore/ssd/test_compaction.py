@@ -22,11 +22,9 @@ class Holder:
         self.at: dict[int, int] = {}
         of.on_moved, of.on_lost = self.moved, self.lost
         self.moves = 0
-        self.first = asyncio.Event()
 
     def moved(self, moved: Mapping[int, int]) -> None:
         self.moves += len(moved)
-        self.first.set()
         self.at = {n: moved.get(e, e) for n, e in self.at.items()}
 
     def lost(self, extents: Sequence[int]) -> None:
@@ -132,14 +130,31 @@ async def test_a_disk_that_refuses_copies_loses_no_block(tmp_path: Path) -> None
 
 
 async def test_an_erased_block_does_not_survive_as_a_copy(tmp_path: Path) -> None:
-    of, holder = await scattered(tmp_path)
+    io = Faulty()
+    of, holder = await scattered(tmp_path, io)
     gone = [n for n in holder.at if n % 4 == 0]
+    io.gate.clear()
     compacting = asyncio.create_task(of.compact(OTHER))
-    await holder.first.wait()
-    await of.erase([holder.at.pop(n) for n in gone])
+    await asyncio.to_thread(io.inside.acquire)  # copies are under way
+    erasing = asyncio.create_task(of.erase([holder.at.pop(n) for n in gone]))
+    await asyncio.sleep(0.02)
+    io.gate.set()
+    await erasing
     await compacting
     assert await right(of, SMALL, holder.at) == set(holder.at)
     await of.close()
     again = await tier(tmp_path, SMALL, OTHER)
     assert set(found(again)) == keys(holder.at)
     await again.close()
+
+
+async def test_the_old_number_of_a_moved_block_means_the_new_one_once_it_is_written_again(tmp_path: Path) -> None:
+    of, holder = await scattered(tmp_path)
+    old = set(holder.at.values())
+    await of.compact(OTHER)
+    other = await put(of, OTHER, range(of.room(OTHER)))
+    assert old & set(other.values())
+    of.free(other.values())
+    of.free(other.values())
+    assert await right(of, SMALL, holder.at) == set(holder.at)
+    await of.close()
