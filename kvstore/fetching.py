@@ -127,12 +127,12 @@ class Fetcher:
         while True:
             held = node.pool.pin(OURSELVES, keys, use, node.clock(), layout.fingerprint)
             try:
-                have, left = len(held.slots), end - node.clock()
+                have, left = node.pool.lookup(keys), end - node.clock()
                 if have == len(keys) or left <= 0:
                     return have, moved
                 some = await self._bring(layout, keys[: have + PIECE], have, source, "", left, use, replica=True)
                 moved = Moved(moved.bytes + some.bytes, some.carrier or moved.carrier)
-                if node.pool.lookup(keys) == have:
+                if node.pool.lookup(keys) <= have:
                     return have, moved
             finally:
                 if held.slots:

@@ -46,7 +46,7 @@ class ReplicationCalls:
         except MoonpoolError as e:
             await abort(context, e)
         here, slots = self._node.pool.held.index, self._node.slots
-        found = np.fromiter((here.get(key) is not None for key in keys), bool, len(keys))
+        found = np.fromiter((here.row(key) is not None for key in keys), bool, len(keys))
         return pb.store.ExistsReply(
             bits=np.packbits(found, bitorder="little").tobytes(),
             free_bytes=slots.free_bytes,
