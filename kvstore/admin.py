@@ -6,6 +6,7 @@ answers what it would have answered, and changes nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import wraps
@@ -103,9 +104,15 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
         if sum(given) != 1:
             raise InvalidRequest("clear: name what goes by exactly one of keys, model, tenant, everything", param="keys")
         keys = checked_keys(request.keys)
-        return self._cleaned(
-            self._control.clean(keys, _name(request.model, "model"), _name(request.tenant, "tenant"), request.dry_run)
-        )
+        model, tenant = _name(request.model, "model"), _name(request.tenant, "tenant")
+        if keys:
+            return self._cleaned(self._control.clean(keys, request.dry_run))
+        total = Cleared(0, 0, 0)
+        for part in self._control.clean_all(model, tenant, request.dry_run):
+            total = Cleared(total.cleared + part.cleared, total.kept + part.kept, total.bytes + part.bytes)
+            self._node.changed()
+            await asyncio.sleep(0)  # others have their turn
+        return self._cleaned(total)
 
     def _cleaned(self, done: Cleared) -> pb.store_admin.CleanReply:
         self._node.changed()

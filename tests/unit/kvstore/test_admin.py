@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -150,6 +151,23 @@ async def test_a_bad_request_is_refused_by_name(tmp_path: Path, verb: str, reque
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert said in (caught.value.details() or "")
         assert node.pool.lookup(KEYS) == 5
+
+
+async def test_a_large_clear_lets_others_have_their_turn(tmp_path: Path) -> None:
+    chains = [block_keys(f"{i:x}.", 40) for i in range(60)]
+    async with admin(tmp_path, store={"pool_bytes": 2400 * LAYOUT.slot_bytes, "region_bytes": 16 << 20}) as (node, stub):
+        me = Life(node.member.id, node.member.incarnation)
+        for chain in chains:
+            given_ = node.pool.reserve(0, me, LAYOUT, chain, None, Use("alice"), NOW)
+            node.pool.seal(0, [one.id for one in given_], NOW)
+        node.pool.take_events()
+        clearing = asyncio.ensure_future(stub.Clean(pb.store_admin.CleanRequest(tenant="alice")))
+        seen = set()
+        while not clearing.done():
+            seen.add(len(node.pool.held.index))
+            await asyncio.sleep(0)
+        assert (await clearing).cleared == 2400
+        assert len(seen - {0, 2400}) >= 2
 
 
 @st.composite
