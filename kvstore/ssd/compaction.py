@@ -63,6 +63,7 @@ class Compactor:
                 await self._empty(victim, victim.layout)
             finally:
                 victim.moving = False
+                self._segments.let_go(victim)
             if victim.idle and self._segments.present(victim):
                 await self._segments.format(victim, layout)
                 self._counted["segments_compacted"] += 1

@@ -95,7 +95,7 @@ class Segments:
     def unpin(self, segment: Segment, run: Iterable[int]) -> None:
         for extent in run:
             segment.unpin(split_extent(extent)[1])
-        self._let_go(segment)
+        self.let_go(segment)
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Segments:
         ok = await self._write_header(segment, SegmentHeader(life.number, life.size, life.epoch, life.seen, layout))
         segment.moving = False
         if not self.present(segment):
-            self._let_go(segment)
+            self.let_go(segment)
         elif ok:
             self._counted["segments_formatted"] += 1
             self._counted["extents_forgotten"] += segment.used
@@ -202,18 +202,18 @@ class Segments:
         del self.space.segments[segment.number]
         self._counted["segments_lost"] += 1
         live = [] if self.space.unknown(segment) else [extent_of(segment.number, at) for at in segment.live()]
-        self._let_go(segment)
-        self.spawn(self._replace(segment.size))
+        self.let_go(segment)
         if live:
             self._lost(live)
 
-    def _let_go(self, segment: Segment) -> None:
-        """Close a lost segment's file once no thread is inside it."""
+    def let_go(self, segment: Segment) -> None:
+        """Close a lost segment's file once no thread is inside it, and make a new one: only now is its space free."""
         if not self.present(segment) and not segment.pins and not segment.moving:
             file = self._files.get(segment.number)
             if file is not None and segment.number not in self.space.segments:
                 del self._files[segment.number]
                 file.close()
+                self.spawn(self._replace(segment.size))
 
     async def _replace(self, size: int) -> None:
         opened = self._opened

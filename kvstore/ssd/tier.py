@@ -238,6 +238,8 @@ class SsdTier:
             segment, place = self._place(run, reads[which[0]].layout)
             op = Op(Kind.READ, place.size, partial(read_run, place, [reads[i].into for i in which]), until)
             parts.append((segment, run, which, op))
+        parts.sort(key=lambda part: min(part[2]))  # what was asked for first comes first: it may be all there is time for
+        for *_, op in parts:
             self._flow.submit(op)
         return parts
 

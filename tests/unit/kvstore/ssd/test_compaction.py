@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -133,12 +134,19 @@ async def test_an_erased_block_does_not_survive_as_a_copy(tmp_path: Path) -> Non
     io = Faulty()
     of, holder = await scattered(tmp_path, io)
     gone = [n for n in holder.at if n % 4 == 0]
-    io.gate.clear()
+    copying, go = threading.Event(), threading.Event()
+
+    def hold(fd: int, n: int, size: int, offset: int) -> None:
+        if size > HEADER_BYTES:
+            copying.set()
+            go.wait()
+
+    io.write = hold
     compacting = asyncio.create_task(of.compact(OTHER))
-    await asyncio.to_thread(io.inside.acquire)  # copies are under way
+    await asyncio.to_thread(copying.wait)
     erasing = asyncio.create_task(of.erase([holder.at.pop(n) for n in gone]))
     await asyncio.sleep(0.02)
-    io.gate.set()
+    go.set()
     await erasing
     await compacting
     assert await right(of, SMALL, holder.at) == set(holder.at)
