@@ -153,12 +153,11 @@ def _registry(config: Config) -> Finding:
 
 def _state(config: Config) -> Finding:
     from moonpool.cluster.launch.state import StateDir
-    from moonpool.core.errors import ConfigError
 
-    try:
-        state = StateDir(Path(config.cluster.state_dir))
-    except ConfigError as e:
-        return Finding("fail", e.message, "set cluster.state_dir")
+    state = StateDir(Path(config.cluster.state_dir))
+    there = next(folder for folder in (state.path, *state.path.parents) if os.path.exists(folder))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding("fail", f"cluster.state_dir: cannot write {there}", "set cluster.state_dir")
     left = state.recorded()
     if left and state.read() is None:
         return Finding("warn", f"left by a dead cluster: {', '.join(left)}", "moonpool down")

@@ -48,6 +48,7 @@ def up(
     state = StateDir(_state_path(config))
     _require_not_running(state, config)
     require_free_port(config)
+    StateDir.create(state.path)
     if detach:
         from moonpool.cli.detach import start_detached
 

@@ -55,13 +55,20 @@ class ClusterState:
 
 
 class StateDir:
+    """Asking changes nothing on disk; only ``create`` makes the folder."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @classmethod
+    def create(cls, path: Path) -> StateDir:
+        """For a cluster that starts. ConfigError where it cannot be written."""
         try:
             (path / "pids").mkdir(parents=True, exist_ok=True)
             (path / "logs").mkdir(exist_ok=True)
         except OSError as e:
             raise ConfigError(f"cluster.state_dir: cannot write {path}: {e.strerror}; give a writable folder") from e
+        return cls(path)
 
     @property
     def _state_file(self) -> Path:

@@ -33,7 +33,7 @@ NAMES = {MemberId("conductor-0"): NodeId("a"), MemberId("conductor-1"): NodeId("
 
 async def main(folder: Path) -> dict[str, Any]:
     config = with_absolute_paths(Config(cluster=ClusterConfig(name="rayhouse", state_dir=str(folder))), folder)
-    state, failures = StateDir(folder), []
+    state, failures = StateDir.create(folder), []
     launcher = RayLauncher(config, state, lambda line: None, lambda member, why: failures.append(why), make=make)
     await launcher.open()
     registry = Registry(config.timing)
@@ -76,7 +76,7 @@ def actor_names() -> list[str]:
 
 async def short_of_cpus(folder: Path) -> dict[str, Any]:
     config = with_absolute_paths(Config(cluster=ClusterConfig(name="rayshort", state_dir=str(folder))), folder)
-    launcher = RayLauncher(config, StateDir(folder), lambda line: None, lambda member, why: None, cpus=1, make=make)
+    launcher = RayLauncher(config, StateDir.create(folder), lambda line: None, lambda member, why: None, cpus=1, make=make)
     began = time.monotonic()
     try:
         await launcher.open()

@@ -26,7 +26,7 @@ def state_of(record: ProcessRecord) -> ClusterState:
 
 
 def test_a_running_cluster_is_read_back(tmp_path: Path) -> None:
-    state = StateDir(tmp_path / "s")
+    state = StateDir.create(tmp_path / "s")
     assert state.read() is None
     written = state_of(ProcessRecord.of(os.getpid()))
     state.write(written)
@@ -35,8 +35,17 @@ def test_a_running_cluster_is_read_back(tmp_path: Path) -> None:
     assert state.read() is None
 
 
+def test_asking_about_a_cluster_that_never_ran_leaves_nothing_behind(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "s")
+    assert state.read() is None
+    assert state.recorded() == {}
+    assert state.end_leftovers() == []
+    state.clear()
+    assert not state.path.exists()
+
+
 def test_what_a_dead_supervisor_left_is_not_believed(tmp_path: Path) -> None:
-    state, child = StateDir(tmp_path / "s"), sleeper()
+    state, child = StateDir.create(tmp_path / "s"), sleeper()
     state.write(state_of(ProcessRecord.of(child.pid)))
     assert state.read() is not None
     child.kill()
@@ -45,7 +54,7 @@ def test_what_a_dead_supervisor_left_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_number_that_belongs_to_another_process_by_now_is_not_believed(tmp_path: Path) -> None:
-    state = StateDir(tmp_path / "s")
+    state = StateDir.create(tmp_path / "s")
     mine = ProcessRecord.of(os.getpid())
     state.write(state_of(ProcessRecord(mine.pid, mine.started - 100)))
     assert state.read() is None
@@ -53,13 +62,13 @@ def test_a_number_that_belongs_to_another_process_by_now_is_not_believed(tmp_pat
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"supervisor": {"pid": 1}}', '{"supervisor": 3}', "\0"])
 def test_a_damaged_state_file_counts_as_none(tmp_path: Path, text: str) -> None:
-    state = StateDir(tmp_path / "s")
+    state = StateDir.create(tmp_path / "s")
     (state.path / "cluster.json").write_text(text)
     assert state.read() is None
 
 
 def test_leftovers_are_ended_even_where_they_do_not_listen_and_their_folder_goes(tmp_path: Path) -> None:
-    state, kind = StateDir(tmp_path / "s"), sleeper()
+    state, kind = StateDir.create(tmp_path / "s"), sleeper()
     deaf = sleeper("import signal", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -76,4 +85,4 @@ def test_leftovers_are_ended_even_where_they_do_not_listen_and_their_folder_goes
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cluster\.state_dir"):
-        StateDir(tmp_path / "file" / "s")
+        StateDir.create(tmp_path / "file" / "s")

@@ -35,7 +35,7 @@ class House:
         self.config = with_absolute_paths(
             config.model_copy(update={"cluster": ClusterConfig(state_dir=str(tmp_path / "state"))}), tmp_path
         )
-        self.state = StateDir(Path(self.config.cluster.state_dir))
+        self.state = StateDir.create(Path(self.config.cluster.state_dir))
         self.registry = Registry(self.config.timing)
         self.said: list[str] = []
         self.failures: asyncio.Queue[str] = asyncio.Queue()
