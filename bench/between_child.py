@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from moonpool.cluster.membership import Membership
 from moonpool.core.config import Config
 from moonpool.core.errors import DigestMismatch
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
 from moonpool.kvstore import slices
@@ -120,11 +121,14 @@ class _Commands:
             keys = sequence(number)
             ticket = await self._client.pin(keys)
             missing += len(keys) - len(ticket.slots)
-            wrong += await asyncio.to_thread(lambda slots=ticket.slots: sum(not self._is_right(slot) for slot in slots))
+            wrong += await asyncio.to_thread(self._wrong, ticket.slots)
             await self._client.unpin(ticket)
         return {"missing": missing, "wrong": wrong}
 
-    def _is_right(self, slot: Any) -> bool:
+    def _wrong(self, slots: Sequence[SlotRef]) -> int:
+        return sum(not self._is_right(slot) for slot in slots)
+
+    def _is_right(self, slot: SlotRef) -> bool:
         expected = content(slot.key)
         copy = np.empty(LAYOUT.slice_bytes, np.uint8)
         try:

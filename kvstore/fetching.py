@@ -252,7 +252,7 @@ class Fetcher:
     ) -> Moved:
         node = self._node
         keys = [slot.slot.key for slot in landing.slots]
-        await node.bring(keys, deadline_s)
+        await node.bring(layout, keys, Use(), deadline_s)
         ticket = node.pool.pin(OURSELVES, keys, Use(), node.clock(), layout.fingerprint)
         try:
             sound = await asyncio.to_thread(self._sound, layout, ticket)

@@ -22,12 +22,14 @@ from moonpool.core.events import IndexSnapshot
 from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member, Peers, WorkerReport
+from moonpool.core.use import Use
 from moonpool.kvstore.agent import socket_path
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.kvstore.compressing import Compressor
 from moonpool.kvstore.eviction.make import make_policy
 from moonpool.kvstore.fetching import Fetcher, Moved, Push, PushOrder
 from moonpool.kvstore.host_face import HostFace
+from moonpool.kvstore.ladder import Ladder
 from moonpool.kvstore.lives import Lives, OnGone
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.objects import names_key
@@ -38,6 +40,7 @@ from moonpool.kvstore.regions import OwnRegions, Progress
 from moonpool.kvstore.replication.leaving import Leaving, MovedOut
 from moonpool.kvstore.replication.spreading import Spreader
 from moonpool.kvstore.slots import SlotMap
+from moonpool.kvstore.ssd.tier import SsdTier
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices
 from moonpool.kvstore.transfer.choose import MakeReceivers, make_receivers
 from moonpool.kvstore.verify import Verifier
@@ -61,6 +64,7 @@ class StoreNode:
         regions: OwnRegions,
         on_gone: OnGone | None,
         push: Push | None,
+        tier: SsdTier | None,
     ) -> None:
         self.config = config
         self.member = member
@@ -76,11 +80,15 @@ class StoreNode:
             member.incarnation,
             self.slots,
             make_policy(store.eviction),
+            None if tier is None else make_policy(store.eviction),
             quotas=store.quotas,
             hard_pin_share=store.hard_pin_share,
             soft_pin_share=store.soft_pin_share,
+            on_layout=self._new_layout,
         )
-        self.pool.register(layout)
+        self.ladder: Ladder | None = None
+        if tier is not None:
+            self.ladder = Ladder(self.pool, tier, regions.views, store, self.clock, self.changed)
         self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.receiving = Receiving(member, self.pool, self.clock)
@@ -128,7 +136,12 @@ class StoreNode:
         that cannot start.
         """
         regions = await asyncio.to_thread(OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress)
-        node = cls(config, member, layout, peers, regions, on_gone, push)
+        try:
+            tier = await SsdTier.open(config.store, member.node, [layout]) if config.store.ssd_path else None
+        except BaseException:
+            await asyncio.to_thread(regions.close)
+            raise
+        node = cls(config, member, layout, peers, regions, on_gone, push, tier)
         try:
             await node._start(receivers)
         except BaseException:
@@ -138,6 +151,9 @@ class StoreNode:
 
     async def _start(self, receivers: MakeReceivers) -> None:
         loop = asyncio.get_running_loop()
+        self.pool.register(self.layout)
+        if self.ladder is not None:
+            self.ladder.start()
 
         def notices_of(carrier: str) -> OnNotices:
             def on_notices(frames: Sequence[bytes]) -> None:
@@ -176,6 +192,8 @@ class StoreNode:
         """Call after every change of the pool: wakes who waits, polls while needed, and sends the events soon."""
         self.verifier.pulse()
         self.receiving.poll_as_needed(self.lives.is_frozen)
+        if self.ladder is not None:
+            self.ladder.pulse()
         if self._flush is None and not self._closed:
             self._flush = asyncio.get_running_loop().call_soon(self._send_events)
 
@@ -183,7 +201,14 @@ class StoreNode:
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        self.watchers.publish(self.pool.take_events())
+        batches = self.pool.take_events()
+        self.watchers.publish(batches)
+        if self.ladder is not None:
+            self.ladder.heard(batches)
+
+    def _new_layout(self, layout: KVLayout) -> None:
+        if self.ladder is not None:
+            self.ladder.register(layout)
 
     def _snapshot(self) -> IndexSnapshot:
         self._send_events()
@@ -252,8 +277,10 @@ class StoreNode:
         self.changed()
         return endpoint
 
-    async def bring(self, keys: Sequence[bytes], deadline_s: float) -> None:
+    async def bring(self, layout: KVLayout, keys: Sequence[bytes], use: Use, deadline_s: float) -> None:
         """Bring the leading ``keys`` from lower tiers into DRAM, as far as there is time. Nothing to do without such tiers."""
+        if self.ladder is not None:
+            await self.ladder.bring(layout, keys, use, deadline_s)
 
     async def leave(self) -> MovedOut:
         """Before ``close``, while others can still be reached: copy to them what only this node holds."""
@@ -286,14 +313,17 @@ class StoreNode:
         if self.host_face is not None:
             own |= self.host_face.numbers()
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
+        ladder = {} if self.ladder is None else self.ladder.numbers()
         parts = (self.pool, self.receiving, self.fetcher, self.spreader, self.leaving, self.compressor)
-        return own | landed | {name: value for part in parts for name, value in part.numbers().items()}
+        return own | landed | ladder | {name: value for part in parts for name, value in part.numbers().items()}
 
     def words(self) -> dict[str, str]:
         out = {"layout": self.layout.fingerprint, "agent_socket": str(self.lives.agent.path)}
         if self.host_face is not None:
             out["store_socket"] = str(self.host_face.path)
         out |= self.receiving.words()
+        if self.ladder is not None:
+            out |= self.ladder.words()
         if sent := self.pusher.carriers():
             out["carriers_sent"] = sent
         return out
@@ -317,6 +347,8 @@ class StoreNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._flush is not None:
             self._flush.cancel()
+        if self.ladder is not None:
+            await self.ladder.close()
         await self.fetcher.close()
         await self.pusher.close()
         await self.receiving.close()

@@ -12,7 +12,7 @@ is no time-out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.events import EventBatch, IndexSnapshot, Tier
@@ -41,7 +41,10 @@ class Cleared:
 
 
 class Pool:
-    """``ssd_policy`` is None where there is no SSD tier. ``quotas``: bytes of DRAM by tenant; the default tenant has none."""
+    """``ssd_policy`` is None where there is no SSD tier. ``quotas``: bytes of DRAM by tenant; the default tenant has none.
+
+    ``on_layout`` hears of every layout once it is registered.
+    """
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Pool:
         quotas: Mapping[str, int] | None = None,
         hard_pin_share: float = 0.5,
         soft_pin_share: float = 0.25,
+        on_layout: Callable[[KVLayout], None] = lambda layout: None,
     ) -> None:
         self.slots = slots
         self.held = Holdings(node, incarnation, slots, policy, ssd_policy, quotas or {})
@@ -62,6 +66,7 @@ class Pool:
         self.tiers = Tiers(self.held)
         self.holds = Holds(self.held, hard_pin_share, soft_pin_share)
         self._tickets: dict[int, TicketClaim] = {}
+        self._on_layout = on_layout
 
     # Layouts.
 
@@ -71,7 +76,10 @@ class Pool:
         LayoutMismatch, with both values: this model is known with another block size or shape, or its blocks are larger
         than a region.
         """
+        known = layout.fingerprint in self.held.layouts
         self.held.register(layout, who)
+        if not known:
+            self._on_layout(layout)
 
     def layout(self, fingerprint: str) -> KVLayout:
         """LayoutMismatch, naming what is registered, where this one is not."""

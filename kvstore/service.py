@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
@@ -182,10 +182,12 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         return pb.store.LookupReply(blocks=self._pool.lookup(await self._keys(request, context)))
 
     async def Pin(self, request: pb.store.KeysRequest, context: Any) -> pb.store.PinReply:
-        keys = await self._keys(request, context)
+        keys: Sequence[bytes] = await self._keys(request, context)
         use = checked_use(from_wire(request.use, Use))
         if request.load_ms:
-            keys = await self._node.compressor.readable(keys, use, min(request.load_ms, MAX_WAIT_MS) / 1e3)
+            limit_s = min(request.load_ms, MAX_WAIT_MS) / 1e3
+            await self._node.bring(self._pool.layout(request.layout or self._node.layout.fingerprint), keys, use, limit_s)
+            keys = await self._node.compressor.readable(keys, use, limit_s)
         session = await self._session(request.session, context)  # after what took time: it may be over by now
         ticket = self._pool.pin(session.number, keys, use, self._node.clock(), request.layout)
         return pb.store.PinReply(ticket=to_wire(ticket, pb.types.Ticket()))
