@@ -101,7 +101,7 @@ _HEAD = struct.Struct("<BBHI")
 _HELLO = struct.Struct("<4sI")
 _WELCOME = struct.Struct("<QQ32sI")
 _REGION = struct.Struct("<IQQH")
-_LAYOUT = struct.Struct("<IIIHBBBB")
+_LAYOUT = struct.Struct("<IIIHBBBBB")
 _LAYOUT_REPLY = struct.Struct("<HQ")
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
@@ -207,9 +207,9 @@ def decode_regions(frame: memoryview, items: int) -> list[Region]:
 
 
 def encode_layout(number: int, layout: KVLayout) -> bytes:
-    words = [word.encode() for word in (layout.model, layout.dtype, layout.order, layout.digest)]
+    words = [word.encode() for word in (layout.model, layout.dtype, layout.order, layout.digest, layout.codec)]
     if any(len(word) > 255 for word in words):
-        raise InvalidRequest("layout: model, dtype, order and digest are names of at most 255 bytes", param="layout")
+        raise InvalidRequest("layout: model, dtype, order, digest and codec are names of at most 255 bytes", param="layout")
     shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
     return _frame(Kind.LAYOUT, 0, number, _LAYOUT.pack(*shape, *map(len, words)), *words)
 
@@ -227,7 +227,7 @@ def decode_layout(frame: memoryview) -> KVLayout:
     if not layers or not heads or not dim:
         raise InvalidRequest(f"layout: {layers} layers, {heads} heads of {dim}; all are 1 or more", param="layout")
     try:
-        return KVLayout(words[0], layers, heads, dim, words[1], tokens, words[2], words[3])
+        return KVLayout(words[0], layers, heads, dim, words[1], tokens, *words[2:])
     except ConfigError as e:
         raise InvalidRequest(f"layout: {e.message}", param="layout") from e
 
