@@ -74,8 +74,21 @@ async def test_a_terminated_node_moves_its_blocks_out_before_it_is_gone(tmp_path
         async with s.worker("a", "decode-a") as reader:
             assert await reader.lookup(KEYS) == 6
             assert (await fetch(s, reader, "b"))[0] == 6, "from where they are now"
-        assert (await s.numbers("a"))["bytes_landed_ucx"] >= 6 * LAYOUT.block_bytes
+        assert (await s.numbers("a"))["bytes_landed"] >= 6 * LAYOUT.block_bytes
         assert list(tmp_path.glob("moonpool+*+b+*")) == []
+
+
+async def test_nodes_that_are_all_terminated_at_once_end_without_waiting_for_one_another(tmp_path: Path) -> None:
+    async with store_processes(tmp_path, "a", "b") as s:
+        for node in ("a", "b"):
+            async with s.worker(node, f"decode-{node}") as author:
+                await publish(author, block_keys(node, 6))
+        for node in ("a", "b"):
+            s.signal(node, signal.SIGTERM)
+        async with asyncio.timeout(8):
+            codes = await asyncio.gather(*(asyncio.to_thread(s.children[node].wait) for node in ("a", "b")))
+        assert codes == [128 + signal.SIGTERM] * 2
+        assert all("moved out" in s.log(node) for node in ("a", "b"))
 
 
 async def test_a_frozen_node_costs_a_fetch_its_deadline_and_is_forgotten_until_it_comes_back(tmp_path: Path) -> None:
