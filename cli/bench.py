@@ -122,6 +122,19 @@ def evict(
     _print(measure(trace=trace, **_chosen({"policies": policy and (policy,), "requests": requests})), as_json)
 
 
+@bench.command("alloc")
+def alloc(
+    pool_gib: Annotated[int | None, typer.Option("--pool-gib", min=4, help="Size of the pool; no memory is taken.")] = None,
+    bursts: Annotated[int | None, typer.Option("--bursts", min=1, help="Bursts measured.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Eviction policy.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A full pool's book-keeping: reserve, seal and evict in bursts, two block sizes in a swinging mix."""
+    from moonpool.bench.alloc import alloc as measure
+
+    _print(measure(**_chosen({"pool_gib": pool_gib, "bursts": bursts, "policy": policy})), as_json)
+
+
 @bench.command("codecs")
 def codecs(
     model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,

@@ -28,6 +28,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_]")
 PLACES = 64  # distinct places of mismatches that are counted by name
 PARTS = 2048  # this part of the blocks is chosen at once: parents compete with what is left
 AHEAD = 8  # so many more are looked at for one that is on SSD, too, and so costs nothing to evict
+FOLLOWED = 256  # blocks of one sequence chosen at once, where the policy says that they go together
 PATIENCE = 2  # spans' worth of blocks that wait in a queue before a span changes its size
 
 
@@ -122,7 +123,7 @@ class Holdings:
         _, free = self.slots.open_slots(other)
         spare = free + self.index.evictable(other)  # slots that need not be filled
         gained = 0
-        for _, count, number in self.slots.movable(other, slot_bytes, self.index.pins):
+        for _, count, number in self.slots.movable(other, slot_bytes, self.index.pins.keys()):
             if count <= spare:
                 spare -= count
                 gained += self.slots.length(number) // slot_bytes
@@ -185,12 +186,14 @@ class Holdings:
     def _choose(self, lack: int, now: float) -> bool:
         """Ask the policy for some blocks, of whatever size. Blocks that are on SSD, too, go first among about equals."""
         index = self.index
-        n = max(min(lack, len(index) // PARTS), 1)
+        n = 1 if index.follows else max(min(lack, len(index) // PARTS), 1)
         rows = index.choose(n + AHEAD if index.on_ssd else n, now)
         if len(rows) > n:
             rows.sort(key=lambda row: index.extent[row] < 0)
             index.give_back(rows[n:])
             del rows[n:]
+        if rows and index.follows:
+            rows += index.follow(rows[-1], max(lack, FOLLOWED) - 1)
         if len(self._queues) == 1:
             for queue in self._queues.values():
                 queue.extend(rows)
@@ -203,11 +206,15 @@ class Holdings:
     def _chosen(self, queue: deque[int], n: int) -> list[int]:
         """Take at most ``n`` rows that are still to be evicted from the front."""
         out: list[int] = []
-        flags = self.index.flags
+        flags, child, extent, last = self.index.flags, self.index.child, self.index.extent, NONE
         while queue and len(out) < n:
             row = queue.popleft()
             if flags[row] & CHOSEN:
-                out.append(row)
+                if child[row] == last or child[row] == NONE or extent[row] >= 0:
+                    out.append(row)
+                    last = row
+                else:
+                    flags[row] ^= CHOSEN  # what came after it when it was chosen is in use again
         return out
 
     def _evict(self, rows: Sequence[int]) -> None:
@@ -232,15 +239,15 @@ class Holdings:
         chosen = self.index.flags
         queue = self._queues[other] = deque(row for row in dict.fromkeys(self._queues[other]) if chosen[row] & CHOSEN)
         evicted = False
-        while spans := self.slots.movable(other, size, self.index.pins):
+        while (least := next(self.slots.movable(other, size, self.index.pins.keys()), None)) is not None:
+            _, count, number = least
             _, free = self.slots.open_slots(other)
-            fitting = next((number for _, count, number in spans if count <= free), None)
-            if fitting is not None:
-                for row, slot in self.slots.vacate(fitting):
+            if count <= free:
+                for row, slot in self.slots.vacate(number):
                     self.index.slot[row] = slot
                 self._patience[other] = self._patient(other)
                 return True
-            rows = self._chosen(queue, spans[0][1] - free)
+            rows = self._chosen(queue, count - free)
             if not rows:
                 break
             self._evict(rows)
@@ -297,6 +304,10 @@ class Holdings:
         rows = self.index.add(keys, parent, slots, account, first, use, now)
         self.slots.seal(slots, rows)
         return rows
+
+    def seal_apart(self, keys: Sequence[bytes], slots: Sequence[int], account: int, use: Use, now: float) -> None:
+        """See ``BlockIndex.add_apart``."""
+        self.slots.seal(slots, self.index.add_apart(keys, slots, account, use, now))
 
     def seal_one(
         self, key: bytes, parent: bytes | None, slot: int, account: int, first: int, use: Use, now: float

@@ -26,7 +26,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.accounts import Accounts
 from moonpool.kvstore.event_log import EventLog
-from moonpool.kvstore.eviction.policy import EvictionPolicy
+from moonpool.kvstore.eviction.policy import EvictionPolicy, Follower
 
 NONE, MANY = -1, -2  # no row, slot or extent; and in ``child``: several
 # Flags of a row: findable; candidate in either tier; chosen to be evicted from DRAM, but not yet; held by somebody.
@@ -63,6 +63,7 @@ class BlockIndex:
         self._accounts = accounts
         self.policy = policy
         self.ssd_policy = ssd_policy
+        self._follow = policy.follow if isinstance(policy, Follower) else None
         self._found: dict[bytes, int] = {}  # parents before children: both were inserted in that order
         self.key: list[bytes] = []  # these by row
         self.parent = array("i")
@@ -81,6 +82,11 @@ class BlockIndex:
         self.clean: Counter[int] = Counter()  # those of them that are on SSD, too
         self.on_ssd = 0
         self.dropped: list[int] = []  # extents of blocks that were withdrawn: the tier's to free
+
+    @property
+    def follows(self) -> bool:
+        """Whether the policy tells which blocks go one after the other, so that it need not be asked for many at once."""
+        return self._follow is not None
 
     def __len__(self) -> int:
         return len(self._found)
@@ -164,7 +170,20 @@ class BlockIndex:
         self.refresh((parent, rows[-1]) if parent >= 0 else rows[-1:])
         return rows
 
-    def _insert(self, keys: Sequence[bytes], parent: int, account: int, now: float) -> list[int]:
+    def add_apart(self, keys: Sequence[bytes], slots: Sequence[int], account: int, use: Use, now: float) -> list[int]:
+        """Blocks sealed in ``slots`` of DRAM, each a sequence of its own. Bug where one is here already."""
+        rows = self._insert(keys, NONE, account, now, apart=True)
+        slot = self.slot
+        for row, at in zip(rows, slots, strict=True):
+            slot[row] = at
+        self._log.record(BlockChange.STORED, Tier.G2, keys)
+        self.in_dram[self._accounts.size_of[account]] += len(rows)
+        for row, key in zip(rows, keys, strict=True):
+            self._tell_stored(self.policy, [row], (key,), 0, use, now)
+        self.refresh(rows)
+        return rows
+
+    def _insert(self, keys: Sequence[bytes], parent: int, account: int, now: float, *, apart: bool = False) -> list[int]:
         spare, n = self._spare, len(keys)
         while len(spare) < n:
             self._grow()
@@ -186,7 +205,9 @@ class BlockIndex:
             accounts[row] = account
             used[row] = now
             flags[row] = FOUND
-            above = row
+            above = NONE if apart else row
+        if apart:
+            return rows
         above = rows[0]
         for row in rows[1:]:
             child[above] = row
@@ -430,6 +451,25 @@ class BlockIndex:
         for row in rows:
             flags[row] ^= IN_DRAM | CHOSEN
         return rows
+
+    def follow(self, row: int, n: int) -> list[int]:
+        """At most ``n`` blocks before ``row``, the nearest first, that the policy would evict right after it."""
+        if self._follow is None or n <= 0 or self.extent[row] >= 0:
+            return []
+        parent, child, slot, extent, account = self.parent, self.child, self.slot, self.extent, self.account
+        flags, pins, mine = self.flags, self.pins, account[row]
+        chain: list[int] = []
+        above = parent[row]
+        while above >= 0 and len(chain) < n:
+            alone = child[above] == row and extent[above] < 0 <= slot[above] and account[above] == mine
+            if not alone or above in pins or flags[above] & (SOFT | HARD):
+                break
+            chain.append(above)
+            row, above = above, parent[above]
+        del chain[self._follow(chain) if chain else 0 :]
+        for row in chain:
+            flags[row] |= CHOSEN
+        return chain
 
     def give_back(self, rows: Iterable[int]) -> None:
         back = [row for row in rows if self.flags[row] & CHOSEN]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from enum import StrEnum
 
 from moonpool.core.errors import Bug
@@ -300,20 +300,24 @@ class SlotMap:
 
     # Vacating a span, so that another size can have its ground.
 
-    def movable(self, slot_bytes: int, into_bytes: int, pinned: Container[int]) -> list[tuple[int, int, int]]:
+    def movable(self, slot_bytes: int, into_bytes: int, pinned: Set[int]) -> Iterator[tuple[int, int, int]]:
         """(used slots, all slots, span) of the spans of one size that may be vacated, and could hold slots of another.
 
         All that such a span holds are sealed slots whose owners nobody has ``pinned``. The least used first. It can be
         vacated once as many slots of its size are free, in whatever span, as it has in all.
         """
-        size, out = slot_bytes // SLOT_ALIGN, []
-        for number, span in self._spans.items():
-            if span.size == size and span.length * SLOT_ALIGN >= into_bytes:
-                owners = [row for row in self._owner[span.first : span.first + span.count] if row != FREE]
-                if min(owners, default=0) >= 0 and not any(row in pinned for row in owners):
-                    out.append((len(owners), span.count, number))
-        out.sort()
-        return out
+        size, least = slot_bytes // SLOT_ALIGN, into_bytes // SLOT_ALIGN
+        fitting = [
+            (span.count - span.free, span.count, number)
+            for number, span in self._spans.items()
+            if span.size == size and span.length >= least
+        ]
+        fitting.sort()
+        for used, count, number in fitting:
+            first = self._spans[number].first
+            owners = self._owner[first : first + count]
+            if RESERVED not in owners and FENCED not in owners and pinned.isdisjoint(owners):
+                yield used, count, number
 
     def open_slots(self, slot_bytes: int) -> tuple[int, int]:
         """(all, free) slots in spans of this size."""

@@ -6,6 +6,7 @@ ground goes back, together with the free ground beside it. So several slot sizes
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -70,20 +71,33 @@ class FreeRuns:
         """Runs of ``n`` numbers, ascending: one run where one is long enough (the shortest such), else as few as possible."""
         if n > self.count:
             raise Bug(f"{n} taken where {self.count} are free")
+        if not n:
+            return []
+        best, most = -1, 0
+        for start, end in self._end.items():
+            length = end - start
+            if length >= n and (best < 0 or length < most):
+                best, most = start, length
+                if length == n:
+                    break
+        if best < 0:
+            return self._take_several(n)
+        self.cut(best, best, best + n)
+        return [(best, best + n)]
+
+    def _take_several(self, n: int) -> list[tuple[int, int]]:
+        """The longest runs, and for the rest the shortest that is long enough."""
+        runs = sorted((end - start, start) for start, end in self._end.items())
         out = []
         while n > 0:
-            best, most = -1, 0
-            for start, end in self._end.items():
-                length = end - start
-                if length == n:
-                    best, most = start, length
-                    break
-                if (length < most) if most >= n and length >= n else (length > most):
-                    best, most = start, length
-            end = min(best + n, best + most)
-            self.cut(best, best, end)
-            out.append((best, end))
-            n -= end - best
+            if runs[-1][0] >= n:
+                length, start = runs[bisect_left(runs, (n, 0))]
+                length = n
+            else:
+                length, start = runs.pop()
+            self.cut(start, start, start + length)
+            out.append((start, start + length))
+            n -= length
         out.sort()
         return out
 

@@ -77,6 +77,30 @@ class Lru:
                 n -= 1
         return out
 
+    def follow(self, rows: Sequence[int]) -> int:
+        """See ``policy.Follower``."""
+        rank, limit, n = self._rank, self._first(), 0
+        for row in rows:
+            if rank[row] | row > limit:
+                break
+            n += 1
+        return n
+
+    def _first(self) -> int:
+        """Rank and row of the first candidate, which stays one; above all others where there is none."""
+        state, rank, heap = self._state, self._rank, self._heap
+        while heap:
+            item = heap[0]
+            row = item & ROW_MASK
+            if state[row] == QUEUED:
+                heapq.heappop(heap)
+                state[row] = 0
+            elif item != rank[row] | row:
+                heapq.heapreplace(heap, rank[row] | row)
+            else:
+                return item
+        return (self._calls + 1) << ROW_BITS
+
     def removed(self, rows: Sequence[int]) -> None:
         state = self._state
         for row in rows:

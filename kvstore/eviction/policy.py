@@ -9,7 +9,7 @@ the work in it. The same objects run in the simulator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from moonpool.core.use import Use
 
@@ -45,3 +45,11 @@ class EvictionPolicy(Protocol):
 
     def removed(self, rows: Sequence[int]) -> None:
         """These left this tier, by eviction or otherwise; their numbers may be given out anew."""
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A policy that can tell how many blocks of one sequence go one after the other: saves a call for each of them."""
+
+    def follow(self, rows: Sequence[int]) -> int:
+        """``rows`` are no candidates: were each offered and chosen in turn, how many would go before any candidate would?"""

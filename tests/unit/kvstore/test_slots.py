@@ -208,13 +208,13 @@ def test_reserved_and_fenced_slots_keep_their_span() -> None:
     taken = slots.take(2 * UNIT, 24)
     slots.seal(taken[1:], range(1, 24))
     slots.release(taken[1:8] + taken[12:20])
-    (other,) = slots.movable(2 * UNIT, 3 * UNIT, ())
+    (other,) = list(slots.movable(2 * UNIT, 3 * UNIT, set()))
     assert other[:2] == (4, 12)
     slots.fence(taken[:1])
-    assert slots.movable(2 * UNIT, 3 * UNIT, ()) == [other]
+    assert list(slots.movable(2 * UNIT, 3 * UNIT, set())) == [other]
     slots.release(taken[:1])
-    assert len(slots.movable(2 * UNIT, 3 * UNIT, ())) == 2
-    assert slots.movable(2 * UNIT, 25 * UNIT, ()) == [], "spans too short for the other size"
+    assert len(list(slots.movable(2 * UNIT, 3 * UNIT, set()))) == 2
+    assert list(slots.movable(2 * UNIT, 25 * UNIT, set())) == [], "spans too short for the other size"
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from([2, 3, 5]), st.integers(-6, 6)), max_size=60))
@@ -231,7 +231,7 @@ def test_slots_of_all_sizes_never_overlap_and_nothing_is_lost(steps: list[tuple[
             rows += n
         elif n > 0:
             for other in {2, 3, 5} - {size} - ({5} if i < 20 else set()):
-                for _, count, span in slots.movable(other * UNIT, size * UNIT, ())[:1]:
+                for _, count, span in list(slots.movable(other * UNIT, size * UNIT, set()))[:1]:
                     if count <= slots.open_slots(other * UNIT)[1]:
                         for row, slot in slots.vacate(span):
                             held[row] = slot, held[row][1]
