@@ -9,7 +9,7 @@ from functools import partial
 
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.blocks import ReadEnd
-from moonpool.kvstore.ssd.copying import LONGEST, Fault, Moved, move_run
+from moonpool.kvstore.ssd.copying import LONGEST, Fault, Moved, move
 from moonpool.kvstore.ssd.erasing import Eraser
 from moonpool.kvstore.ssd.flow import Flow, Kind, Op
 from moonpool.kvstore.ssd.format import extent_bytes, extent_of, split_extent
@@ -75,58 +75,57 @@ class Compactor:
 
     async def _empty(self, victim: Segment, layout: KVLayout) -> None:
         step = max(1, min(LONGEST, MOVE_BYTES // extent_bytes(layout)))
-        for run in runs([extent_of(victim.number, at) for at in victim.live()], step):
+        live = [extent_of(victim.number, at) for at in victim.live()]
+        for first in range(0, len(live), step):
             async with self._moving:
-                left = [extent for extent in run if self._space.find(extent, layout) is not None]
-                for part in runs(left, step):
-                    if self._stopped or not self._segments.present(victim) or not await self._move(victim, part, layout):
-                        return
+                left = [extent for extent in live[first : first + step] if self._space.find(extent, layout) is not None]
+                if self._stopped or not self._segments.present(victim) or not await self._move(victim, left, layout):
+                    return
 
-    async def _move(self, victim: Segment, run: list[int], layout: KVLayout) -> bool:
+    async def _move(self, victim: Segment, old: list[int], layout: KVLayout) -> bool:
         """False where it makes no sense to go on."""
-        taken = self._space.take(layout, len(run))
-        if not taken:
-            return False
-        run = run[: len(taken)]
-        self._segments.filling(taken)
-        targets = [(part, *self._segments.place(part, layout)) for part in runs(taken, LONGEST)]
-        for part, segment, _ in targets:
-            self._segments.pin(segment, part)
-        self._segments.pin(victim, run)
-        _, source = self._segments.place(run, layout)
-        op = Op(Kind.MOVE, 2 * source.size, partial(move_run, source, [place for *_, place in targets], self._sequence))
+        new = self._space.take(layout, len(old))
+        old, whole = old[: len(new)], len(new) == len(old)
+        if not old:
+            return whole
+        self._segments.filling(new)
+        sources = [self._segments.place(run, layout)[1] for run in runs(old, LONGEST)]
+        targets = [(run, *self._segments.place(run, layout)) for run in runs(new, LONGEST)]
+        self._segments.pin(victim, old)
+        for run, segment, _ in targets:
+            self._segments.pin(segment, run)
+        size = 2 * sum(place.size for place in sources)
+        op = Op(Kind.MOVE, size, partial(move, sources, [place for *_, place in targets], self._sequence))
         self._flow.submit(op)
         try:
             await self._flow.settle([op])
         finally:
-            result = op.future.result()
-            if result is None:
-                for part, segment, _ in targets:
-                    for extent in part:
-                        segment.release(split_extent(extent)[1])
-            else:
-                self._tell(victim, run, taken, result)
-            self._segments.unpin(victim, run)
-            for part, segment, _ in targets:
-                self._segments.unpin(segment, part)
-            if result is not None:
-                self._segments.fault(victim, result.read_fault, writing=False)
-                for (_, segment, _), fault in zip(targets, result.write_faults, strict=True):
-                    self._segments.fault(segment, fault, writing=True)
-        return result is not None and not any(result.write_faults[i] is not Fault.NONE for i in range(len(targets)))
+            result = op.future.result() or Moved([ReadEnd.LATE] * len(old), [False] * len(old))
+            self._tell(victim, old, new, result)
+            self._segments.unpin(victim, old)
+            for run, segment, _ in targets:
+                self._segments.unpin(segment, run)
+        for fault in result.read_faults:
+            self._segments.fault(victim, fault, writing=False)
+        for (_, segment, _), fault in zip(targets, result.write_faults, strict=False):
+            self._segments.fault(segment, fault, writing=True)
+        return whole and set(result.write_faults) == {Fault.NONE}
 
-    def _tell(self, victim: Segment, run: list[int], taken: list[int], result: Moved) -> None:
+    def _tell(self, victim: Segment, old: list[int], new: list[int], result: Moved) -> None:
+        """Old extents of what was moved are free, and so are new ones of what was not, or was freed meanwhile."""
         moved: dict[int, int] = {}
-        for old, new, target in zip(run, taken, result.targets, strict=True):
-            segment = self._space.segments.get(split_extent(new)[0])
-            if target is not None and segment is not None and self._space.find(old, target[0].layout) is not None:
-                moved[old] = new
-                self._segments.forward(old, new)
-                victim.release(split_extent(old)[1])
-            elif segment is not None:
-                segment.release(split_extent(new)[1])
-        torn = [e for e, end in zip(run, result.ends, strict=True) if end is ReadEnd.TORN]
-        gone = [e for e, end in zip(run, result.ends, strict=True) if end is ReadEnd.GONE]
+        for source, target, there in zip(old, new, result.there, strict=True):
+            segment = self._space.segments.get(split_extent(target)[0])
+            if segment is None:
+                continue  # its file was lost
+            if there and self._segments.present(victim) and self._space.at(source) is not None:
+                moved[source] = target
+                self._segments.forward(source, target)
+                victim.release(split_extent(source)[1])
+            else:
+                segment.release(split_extent(target)[1])
+        torn = [extent for extent, end in zip(old, result.ends, strict=True) if end is ReadEnd.TORN]
+        gone = [extent for extent, end in zip(old, result.ends, strict=True) if end is ReadEnd.GONE]
         self._counted["mismatches_move"] += len(torn)
         self._counted["blocks_moved"] += len(moved)
         self._eraser.drop(victim, torn, erase=True)

@@ -100,11 +100,11 @@ def write_run(
 ) -> tuple[list[WriteEnd], Fault]:
     """Check and write ``blocks`` in one call. A wrong one fails alone; its neighbours are written in further calls."""
     layout = place.layout
-    ends = [WriteEnd.OK] * len(blocks)
+    wanted = [True] * len(blocks)
     for i, block in enumerate(blocks):
         digests = tuple(int(d) for d in slices.trailer_of(layout, block.data, 0))
         if not is_block(layout, block.data, block.key, digests):
-            ends[i] = WriteEnd.MISMATCH
+            wanted[i] = False
             continue
         header = ExtentHeader(
             place.file.number,
@@ -118,27 +118,22 @@ def write_run(
             digests,
         )
         scratch.header(i)[:] = np.frombuffer(encode_extent(header), dtype=np.uint8)
-    fault = Fault.NONE
     if not place.file.intact():
         return [WriteEnd.FAILED] * len(blocks), Fault.VANISHED
-    for start, end in _stretches(ends):
-        try:
-            part = [(scratch.header(i), blocks[i].data) for i in range(start, end)]
-            place.file.write([b for pair in part for b in pair], place.offset + start * extent_bytes(layout))
-        except OSError:
-            ends[start:end] = [WriteEnd.FAILED] * (end - start)
-            fault = Fault.ERROR
+    right = list(wanted)
+    fault = _write_stretches(place, wanted, [block.data for block in blocks], scratch)
+    ends = [
+        WriteEnd.OK if there else WriteEnd.FAILED if ok else WriteEnd.MISMATCH for there, ok in zip(wanted, right, strict=True)
+    ]
     return ends, fault
 
 
-def _stretches(ends: Sequence[WriteEnd]) -> list[tuple[int, int]]:
+def _stretches(wanted: Sequence[bool]) -> list[tuple[int, int]]:
     out: list[tuple[int, int]] = []
-    for i, end in enumerate(ends):
-        if end is not WriteEnd.OK:
-            continue
-        if out and out[-1][1] == i:
+    for i, one in enumerate(wanted):
+        if one and out and out[-1][1] == i:
             out[-1] = (out[-1][0], i + 1)
-        else:
+        elif one:
             out.append((i, i + 1))
     return out
 
@@ -166,41 +161,65 @@ def read_run(place: Place, into: Sequence[Bytes], scratch: Scratch) -> tuple[lis
 
 @dataclass
 class Moved:
-    """``targets[i]`` is where the i-th block lies now, (place, position); None where it could not be moved."""
+    """``ends[i]`` is how the i-th block was read, ``there[i]`` whether it lies at its target now."""
 
-    ends: list[ReadEnd]
-    targets: list[tuple[Place, int] | None]
-    read_fault: Fault
-    write_faults: list[Fault]  # by target place
+    ends: list[ReadEnd] = field(default_factory=list)
+    there: list[bool] = field(default_factory=list)
+    read_faults: list[Fault] = field(default_factory=list)  # by source
+    write_faults: list[Fault] = field(default_factory=list)  # by target
 
 
-def move_run(source: Place, targets: Sequence[Place], sequence: Callable[[], int], scratch: Scratch) -> Moved:
-    """Copy a run of extents, each checked, to ``targets``, which together have as many. Headers say their new places."""
-    layout = source.layout
-    slots = scratch.slots(source.count, layout.slot_bytes)
-    found, read_fault = read_run(source, slots, scratch)
-    moved = Moved([end for end, _ in found], [], read_fault, [])
-    at = 0
+def move(sources: Sequence[Place], targets: Sequence[Place], sequence: Callable[[], int], scratch: Scratch) -> Moved:
+    """Copy the blocks of ``sources``, each checked, to ``targets``, which have as many extents in all, at most LONGEST.
+
+    Headers say the new places. A block that cannot be read leaves its target as it was.
+    """
+    layout = sources[0].layout
+    slots = scratch.slots(sum(place.count for place in sources), layout.slot_bytes)
+    moved, headers = Moved(), list[ExtentHeader | None]()
+    for place in sources:
+        at = len(moved.ends)
+        found, fault = read_run(place, slots[at : at + place.count], scratch)
+        moved.ends += [end for end, _ in found]
+        headers += [header if end is ReadEnd.OK else None for end, header in found]
+        moved.read_faults.append(fault)
     for place in targets:
-        mine = range(at, at + place.count)
-        at += place.count
-        where: list[tuple[Place, int] | None] = [None] * place.count
-        fault = Fault.NONE if place.file.intact() else Fault.VANISHED
-        for i in mine:
-            end, header = found[i]
-            if fault is not Fault.NONE or end is not ReadEnd.OK or header is None:
-                continue
-            position = place.first + i - mine.start
-            new = replace(header, segment=place.file.number, position=position, epoch=place.epoch, sequence=sequence())
-            scratch.header(i)[:] = np.frombuffer(encode_extent(new), dtype=np.uint8)
-            try:
-                place.file.write([scratch.header(i), slots[i]], offset_of(position, layout))
-                where[i - mine.start] = (place, position)
-            except OSError:
-                fault = Fault.ERROR
-        moved.targets += where
+        at = len(moved.there)
+        there, fault = _rewrite(place, headers[at : at + place.count], slots[at : at + place.count], sequence, scratch)
+        moved.there += there
         moved.write_faults.append(fault)
     return moved
+
+
+def _rewrite(
+    place: Place,
+    headers: Sequence[ExtentHeader | None],
+    slots: Sequence[Bytes],
+    sequence: Callable[[], int],
+    scratch: Scratch,
+) -> tuple[list[bool], Fault]:
+    """Write checked blocks to a run of extents; None: nothing goes there."""
+    there = [header is not None for header in headers]
+    if not place.file.intact():
+        return [False] * len(there), Fault.VANISHED
+    for i, header in enumerate(headers):
+        if header is not None:
+            new = replace(header, segment=place.file.number, position=place.first + i, epoch=place.epoch, sequence=sequence())
+            scratch.header(i)[:] = np.frombuffer(encode_extent(new), dtype=np.uint8)
+    return there, _write_stretches(place, there, slots, scratch)
+
+
+def _write_stretches(place: Place, wanted: list[bool], slots: Sequence[Bytes], scratch: Scratch) -> Fault:
+    """Write header and slot of the extents that are ``wanted``, neighbours in one call; what failed is wanted no more."""
+    fault = Fault.NONE
+    for start, end in _stretches(wanted):
+        part = [b for i in range(start, end) for b in (scratch.header(i), slots[i])]
+        try:
+            place.file.write(part, place.offset + start * extent_bytes(place.layout))
+        except OSError:
+            wanted[start:end] = [False] * (end - start)
+            fault = Fault.ERROR
+    return fault
 
 
 def _one_by_one(
