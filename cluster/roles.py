@@ -61,7 +61,9 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
     store = await asyncio.to_thread(_store_class)
 
     async def start(member: Member) -> StoreNode:
-        return await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone, progress=Touched(say))
+        node = await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone, progress=Touched(say))
+        node.leaving.on_begin = lambda: peers.update(replace(member, ready=False))
+        return node
 
     async def again(member: Member) -> tuple[Service, Member]:
         return await start(member), member

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,7 @@ class Leaving:
         self._others = Others(node)
         self._busy = asyncio.Lock()
         self.begun = False
+        self.on_begin: Callable[[], None] = lambda: None  # tells the cluster that this node takes nothing new
         self.moved_out = MovedOut()
 
     def numbers(self) -> dict[str, float]:
@@ -55,7 +56,9 @@ class Leaving:
 
         Again: looks again, for what came in meanwhile or found no room then.
         """
-        self.begun = True
+        if not self.begun:
+            self.begun = True
+            self.on_begin()
         end = self._node.clock() + deadline_s
         async with self._busy:
             blocks = self._blocks()

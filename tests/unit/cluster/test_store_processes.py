@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 from support.store import LAYOUT, block_bytes, block_keys, member, until
@@ -20,6 +21,7 @@ from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Placement, PlaceRequest, Segment, Source
 from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
+from moonpool.wire import pb
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 KEYS = block_keys("k", 6)
@@ -76,6 +78,18 @@ async def test_a_terminated_node_moves_its_blocks_out_before_it_is_gone(tmp_path
             assert (await fetch(s, reader, "b"))[0] == 6, "from where they are now"
         assert (await s.numbers("a"))["bytes_landed"] >= 6 * LAYOUT.block_bytes
         assert list(tmp_path.glob("moonpool+*+b+*")) == []
+
+
+async def test_a_node_that_was_told_to_move_out_is_not_ready_and_goes_on_reading_until_it_is_stopped(tmp_path: Path) -> None:
+    async with store_processes(tmp_path, "a", "b") as s, s.worker("b", "decode-b") as author:
+        await publish(author, KEYS)
+        assert s.member("b").ready
+        async with grpc.aio.insecure_channel(s.member("b").address) as channel:
+            reply = await pb.store_rpc.StoreStub(channel).MoveOut(pb.store.MoveOutRequest(deadline_ms=5_000))
+        assert (reply.blocks_saved, reply.blocks_left) == (6, 0)
+        await until(lambda: not s.member("b").ready, "everybody knows")
+        assert await author.lookup(KEYS) == 6
+        assert await author.publish([(key, block_bytes(key)) for key in block_keys("n", 2)]) == 0
 
 
 async def test_nodes_that_are_all_terminated_at_once_end_without_waiting_for_one_another(tmp_path: Path) -> None:
