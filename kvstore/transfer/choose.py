@@ -110,6 +110,10 @@ def _make_receiver(carrier: str, config: TransferConfig, member: Member, on_noti
         from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
 
         return UcxReceiver(member, config, on_notices)
+    if carrier == "ucxx":
+        from moonpool.kvstore.transfer.ucxx_receiver import UcxxReceiver
+
+        return UcxxReceiver(member, config, on_notices)
     raise _unknown(carrier)
 
 
@@ -123,6 +127,10 @@ def make_sender(carrier: str, member: Member, config: TransferConfig, notify: No
         from moonpool.kvstore.transfer.ucx_sender import UcxSender
 
         return UcxSender(member, config)
+    if carrier == "ucxx":
+        from moonpool.kvstore.transfer.ucxx_sender import UcxxSender
+
+        return UcxxSender(member, config)
     if carrier == "memory":
         raise ConfigError(
             "transfer.carrier: 'memory' works inside one process only; use 'auto', 'tcp', 'ucx' or 'segment'",

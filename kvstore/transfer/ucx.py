@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ def agent_name(member: str, incarnation: int, end: str, life: int) -> str:
     The parts that differ stand first: UCX keeps 31 characters of it.
     """
     return f"{incarnation:x}{end}{life}.{member}"
+
+
+NewAgent = Callable[[str, TransferConfig], Any]
 
 
 def new_agent(name: str, config: TransferConfig) -> Any:
@@ -115,13 +118,22 @@ def lanes_used(agent: str) -> str:
     return "+".join(sorted(found)) or UNKNOWN
 
 
-def _loaded_libraries() -> dict[str, str]:
-    """Path of NIXL's own libucs and libucp: another UCX may be in this process too."""
+def lanes_of(endpoint: int) -> str:
+    """As ``lanes_used``, of one endpoint of UCXX, given by its address."""
+    loaded = _loaded_libraries("libucx")
+    try:
+        return "+".join(sorted(_lanes_of(ctypes.CDLL(loaded["libucp"]), endpoint))) or UNKNOWN
+    except (OSError, AttributeError, KeyError):
+        return UNKNOWN
+
+
+def _loaded_libraries(owner: str = "nixl") -> dict[str, str]:
+    """Path of the libucs and libucp that came with ``owner``: another UCX may be in this process too."""
     out = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rsplit(" ", 1)[-1]
         stem = Path(path).name.partition("-")[0].partition(".")[0]
-        if "nixl" in path and stem in ("libucs", "libucp"):
+        if f"/{owner}" in path and stem in ("libucs", "libucp"):
             out[stem] = path
     return out
 

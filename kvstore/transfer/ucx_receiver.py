@@ -36,9 +36,12 @@ class UcxReceiver:
 
     carrier = "ucx"
 
-    def __init__(self, member: Member, config: TransferConfig, on_notices: OnNotices) -> None:
+    def __init__(
+        self, member: Member, config: TransferConfig, on_notices: OnNotices, *, new_agent: ucx.NewAgent = ucx.new_agent
+    ) -> None:
         self._member = member
         self._config = config
+        self._new_agent = new_agent
         self._on_notices = on_notices
         self._regions: tuple[Region, ...] = ()
         self._views: tuple[NDArray[np.uint8], ...] = ()
@@ -143,12 +146,16 @@ class UcxReceiver:
     def _begin(self) -> Endpoint:
         generation = 1 if self._endpoint is None else self._endpoint.generation + 1
         name = ucx.agent_name(self._member.id, self._member.incarnation, "r", generation)
-        self._agent = ucx.new_agent(name, self._config)
+        self._agent = self._new_agent(name, self._config)
         self._errors = ucx.nixl_errors()
         bases = tuple(int(view.ctypes.data) for view in self._views)
         if bases:
             wanted = [(base, view.size, 0, "") for base, view in zip(bases, self._views, strict=True)]
-            self._registered = self._agent.register_memory(wanted, "DRAM")
+            try:
+                self._registered = self._agent.register_memory(wanted, "DRAM")
+            except self._errors as e:
+                self._destroy()
+                raise TransferFailed(f"UCX could not register the regions ({type(e).__name__}: {e})") from e
         self._endpoint = Endpoint(
             node=self._member.node,
             incarnation=self._member.incarnation,
@@ -165,14 +172,22 @@ class UcxReceiver:
         if self._agent is None:
             return
         if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
+            try:
+                self._agent.deregister_memory(self._registered)
+            except self._errors as e:
+                log.warning("ucx_deregister", error=f"{type(e).__name__}: {e}")
         self._agent = self._registered = None
         ucx.collect_agent()
 
     def _remake(self) -> Endpoint:
-        self._poll()  # what has arrived counts
+        if self._agent is not None:
+            self._poll()  # what has arrived counts
         self._destroy()
-        return self._begin()
+        try:
+            return self._begin()
+        except TransferFailed as e:
+            log.warning("ucx_agent", error=e.message)
+            return self._begin()
 
     def _end(self) -> None:
         self._stopping = True

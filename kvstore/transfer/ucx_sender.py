@@ -29,8 +29,10 @@ class UcxSender:
 
     carrier = "ucx"
 
-    def __init__(self, member: Member, config: TransferConfig, *, stall_s: float = 5.0) -> None:
-        self._wire = UcxWire(member, config, stall_s)
+    def __init__(
+        self, member: Member, config: TransferConfig, *, stall_s: float = 5.0, new_agent: ucx.NewAgent = ucx.new_agent
+    ) -> None:
+        self._wire = UcxWire(member, config, stall_s, new_agent)
         self._closed: MoonpoolError | None = None
         self._lock = threading.Lock()  # nothing is queued after the thread has left
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

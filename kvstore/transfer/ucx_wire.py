@@ -66,9 +66,10 @@ class _Peer:
 class UcxWire:
     """Peers and their writes. Methods never raise for what NIXL says: it ends futures."""
 
-    def __init__(self, member: Member, config: TransferConfig, stall_s: float) -> None:
+    def __init__(self, member: Member, config: TransferConfig, stall_s: float, new_agent: ucx.NewAgent) -> None:
         self._member = member
         self._config = config
+        self._new_agent = new_agent
         self._stall_s = stall_s
         self._bucket = TokenBucket(config.throttle_bytes_per_s)
         self._memories: tuple[NDArray[np.uint8], ...] = ()
@@ -84,13 +85,23 @@ class UcxWire:
         self.transport = UNKNOWN
 
     def begin(self, memories: Sequence[NDArray[np.uint8]]) -> None:
+        """Where the agent cannot be made now, it is tried again for the next push or connection."""
         self._memories = tuple(memories)
         self._sources = memory_extents(self._memories)
-        self._make_agent()
+        try:
+            self._ready()
+        except MoonpoolError as e:
+            log.warning("ucx_agent", error=e.message)
+
+    def _ready(self) -> None:
+        """TransferFailed, ConfigError: there is no agent, and none can be made."""
+        if self._agent is None:
+            self._make_agent()
 
     def accept(self, target: Endpoint, write: Write) -> None:
         """Queue ``write``; a target that was lost refuses it at once (``connect`` first)."""
         try:
+            self._ready()
             peer = self._peers.get(target.agent_name) or self._add(target)
             require_inside(write.pieces, self._sources, peer.regions)
             if peer.lost is not None:
@@ -102,6 +113,12 @@ class UcxWire:
 
     def connect(self, target: Endpoint, future: Future[None]) -> None:
         """Connect anew where it was lost, and read a few bytes from the target: that establishes every lane."""
+        try:
+            self._ready()
+        except MoonpoolError as e:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(e)
+            return
         peer = self._peers.get(target.agent_name)
         if peer is not None and peer.lost is not None:
             del self._peers[target.agent_name]
@@ -185,7 +202,7 @@ class UcxWire:
         peer.moved = now
         peer.posted = [write for write in peer.posted if write not in ended]
         for write in ended:
-            write.handle.release()
+            self._quietly(write.handle.release)
             write.future.set_result(None)
 
     def _post(self, peer: _Peer, write: Write, now: float) -> None:
@@ -247,7 +264,12 @@ class UcxWire:
             self._disconnect(peer)
             peer.lanes_seen = False
         self._destroy_agent()
-        self._make_agent()
+        try:
+            self._make_agent()
+        except MoonpoolError as e:
+            for peer in self._peers.values():
+                self._lose(peer, e)
+            return
         for peer in self._peers.values():
             again, peer.posted = peer.posted, []
             self._guarded(peer, lambda peer=peer, again=again: self._post_again(peer, again))  # type: ignore[misc]
@@ -268,10 +290,14 @@ class UcxWire:
     def _make_agent(self) -> None:
         self._life += 1
         name = ucx.agent_name(self._member.id, self._member.incarnation, "s", self._life)
-        self._agent = ucx.new_agent(name, self._config)
+        agent = self._new_agent(name, self._config)
         self._errors = ucx.nixl_errors()
         wanted = [(m.ctypes.data, m.size, 0, "") for m in (*self._memories, self._scratch) if m.size]
-        self._registered = self._agent.register_memory(wanted, "DRAM")
+        try:
+            self._registered = agent.register_memory(wanted, "DRAM")
+        except self._errors as e:
+            raise TransferFailed(f"UCX could not register the source memory ({type(e).__name__}: {e})") from e
+        self._agent = agent
 
     def _destroy_agent(self) -> None:
         if self._agent is None:

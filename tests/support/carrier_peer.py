@@ -28,9 +28,7 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver, Sender
-from moonpool.kvstore.transfer.choose import make_sender
-from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
-from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
+from moonpool.kvstore.transfer.choose import make_receivers, make_sender
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +63,8 @@ def from_json(value: dict[str, Any]) -> Endpoint:
 
 
 def receiver_of(carrier: str, member: Member, on_notices: OnNotices) -> Receiver:
-    return TcpReceiver(member, on_notices) if carrier == "tcp" else UcxReceiver(member, TransferConfig(), on_notices)
+    (receiver,) = make_receivers(TransferConfig.model_validate({"carrier": carrier}), member, lambda _: on_notices)
+    return receiver
 
 
 def sender_of(carrier: str, member: Member) -> Sender:

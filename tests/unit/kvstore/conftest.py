@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-OURS = ("store ", "ucx-", "tcp-", "segment", "memory")
+OURS = ("store ", "ucx-", "ucxx-", "tcp-", "segment", "memory")
 PATIENCE_S = 3.0  # gRPC closes its sockets in the background
 
 
