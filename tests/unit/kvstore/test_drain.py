@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.store import LAYOUT, block_bytes
 from support.stores import block_keys, stores, until
 
@@ -30,6 +32,28 @@ async def test_a_leaving_node_copies_what_only_it_holds_and_the_others_have_ever
         assert sum([await s.workers[n].lookup(shared) for n in "bc"]) == 4, "what was safe was not moved"
         again = await s.nodes["a"].leave()
         assert again == report
+        await s.require_idle()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_trees_of_prefixes_that_are_partly_elsewhere_are_saved_whole(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    async with stores(tmp_path, "a", "b", "c", slots=64) as s:
+        paths = [tuple[bytes, ...]()]
+        for i in range(12):
+            begin = rng.choice(paths)
+            branch = block_keys(f"{i}-", rng.randint(1, 3))
+            await s.publish("a", branch, parent=begin[-1] if begin else None)
+            paths += [(*begin, *branch[:n]) for n in range(1, len(branch) + 1)]
+        for node in ("b", "c"):
+            path = rng.choice(paths[1:])
+            await s.publish(node, path[: rng.randint(1, len(path))])
+        elsewhere = set().union(*(s.nodes[node].pool.held.index.keys() for node in ("b", "c")))
+        report = await s.nodes["a"].leave()
+        assert (report.blocks_saved, report.blocks_left) == (len(paths) - 1 - len(elsewhere), 0)
+        for path in paths[1:]:
+            holder = "b" if await s.workers["b"].lookup(path) == len(path) else "c"
+            await s.require_right(holder, path)
         await s.require_idle()
 
 
