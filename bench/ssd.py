@@ -1,6 +1,8 @@
 """The SSD tier against fio: 1 MB blocks, direct I/O, the same file system, queue depth and run, taking turns.
 
-The tier checks every block's digests before it writes it and after it has read it; fio moves bytes only.
+The tier checks every block's digests before it writes it and after it has read it; fio moves bytes only. fio uses one
+buffer per thread again and again, which stays in the processor's cache; so does the tier where it is compared. The
+``cold`` figures are the tier's with memory that is not in any cache, as the slots of a large pool are.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,19 +35,21 @@ from moonpool.kvstore.ssd.tier import SsdTier
 
 LAYOUT = KVLayout("bench", layers=16, kv_heads=4, head_dim=64, dtype="bfloat16", block_tokens=64)  # 1 MiB blocks
 THREADS = 4
-BATCH = 24  # blocks of one call of the tier; two calls are in flight
+BATCH = 24  # blocks of one call of the tier where memory is cold, and of one write; two calls are in flight
+HOT = 4  # buffers of each of the two where they stay in cache
 ROUNDS = 5
+TURNS = ("write", "fio_write", "write_cold", "read", "fio_read", "read_cold")
 
 
 @dataclass(frozen=True)
 class SsdOptions:
     path: str
-    seconds: float = 20.0  # of measuring, both sides together
+    seconds: float = 24.0  # of measuring, all turns together
     file_bytes: int = 1024 * MIB  # of the tier, and of fio's file
 
 
 def ssd(options: SsdOptions) -> dict[str, Any]:
-    """Rates in GB/s; ``write_vs_fio`` and ``read_vs_fio`` are medians of the ratios of neighbouring turns, or None."""
+    """Rates in GB/s; figures with ``vs`` are medians of the ratios of neighbouring turns, or None."""
     folder = Path(options.path)
     if not folder.is_dir():
         raise InvalidRequest(f"--path: {folder} is no folder; name one on the disk to be measured", param="path")
@@ -56,27 +60,30 @@ def ssd(options: SsdOptions) -> dict[str, Any]:
 async def _measure(options: SsdOptions, scratch: Path) -> dict[str, Any]:
     config = StoreConfig(ssd_path=str(scratch), ssd_bytes=options.file_bytes, ssd_threads=THREADS)
     tier = await SsdTier.open(config, NodeId("bench"), [LAYOUT])
+    fio = _fio_version()
+    turns = [name for name in TURNS if fio or not name.startswith("fio")]
+    seconds = options.seconds / (len(turns) * ROUNDS)
+    rates: dict[str, list[float]] = {name: [] for name in TURNS}
     try:
         side = _Tier(tier)
-        fio = _fio_version()
-        turn_s = options.seconds / (4 * ROUNDS) if fio else options.seconds / (2 * ROUNDS)
         await side.fill()
         if fio:
             _fio(scratch, "write", options.file_bytes, None)
-        rates: dict[str, list[float]] = {name: [] for name in ("write", "fio_write", "read", "fio_read")}
         for _ in range(ROUNDS):
-            rates["write"].append(await side.write(turn_s))
-            if fio:
-                rates["fio_write"].append(await asyncio.to_thread(_fio, scratch, "write", options.file_bytes, turn_s))
-            rates["read"].append(await side.read(turn_s))
-            if fio:
-                rates["fio_read"].append(await asyncio.to_thread(_fio, scratch, "read", options.file_bytes, turn_s))
+            for name in turns:
+                kind = name.removeprefix("fio_")
+                if name.startswith("fio"):
+                    rates[name].append(await asyncio.to_thread(_fio, scratch, kind, options.file_bytes, seconds))
+                else:
+                    rates[name].append(await side.turn(name, seconds))
         direct = tier.numbers()["ssd_bytes_read_direct"] > 0
     finally:
         await tier.close()
     return {
         "write_vs_fio": _ratio(rates["write"], rates["fio_write"]),
         "read_vs_fio": _ratio(rates["read"], rates["fio_read"]),
+        "write_cold_vs_fio": _ratio(rates["write_cold"], rates["fio_write"]),
+        "read_cold_vs_fio": _ratio(rates["read_cold"], rates["fio_read"]),
         **({} if fio else {"reason": "fio is not installed (Debian: apt install fio), so there is nothing to compare with"}),
         **{f"{name}_gbs": statistics.median(values) / 1e9 if values else None for name, values in rates.items()},
         "rounds": {name: [round(rate / 1e9, 3) for rate in values] for name, values in rates.items()},
@@ -98,22 +105,17 @@ class _Tier:
 
     def __init__(self, tier: SsdTier) -> None:
         self._tier = tier
-        self._lanes = [_Lane(0), _Lane(1)]
-        self._held: list[list[tuple[int, bytes]]] = []  # (extent, key) of each batch on the tier, oldest first
+        self._lanes = {hot: [_Lane(2 * hot, hot), _Lane(2 * hot + 1, hot)] for hot in (False, True)}
+        self._held: list[tuple[int, bytes]] = []  # (extent, key) of each block on the tier, oldest first
 
     async def fill(self) -> None:
         """Every extent written once: new files are slower, and fio's are laid out before it is measured."""
         while self._tier.room(LAYOUT) >= BATCH:
-            await self._write(self._lanes[0])
+            await self._write(self._lanes[False][0])
 
-    async def write(self, seconds: float) -> float:
-        return await self._for(seconds, self._write)
-
-    async def read(self, seconds: float) -> float:
-        return await self._for(seconds, self._read)
-
-    async def _for(self, seconds: float, step: Callable[[_Lane], Awaitable[int]]) -> float:
+    async def turn(self, name: str, seconds: float) -> float:
         """Bytes per second of blocks."""
+        step = self._write if name.startswith("write") else self._read
         begun = time.perf_counter()
         done = 0
 
@@ -123,30 +125,34 @@ class _Tier:
                 blocks = await step(lane)
                 done += blocks
 
-        await asyncio.gather(*(go(lane) for lane in self._lanes))
+        await asyncio.gather(*(go(lane) for lane in self._lanes[not name.endswith("cold")]))
         return done * LAYOUT.block_bytes / (time.perf_counter() - begun)
 
     async def _write(self, lane: _Lane) -> int:
-        if self._tier.room(LAYOUT) < BATCH:
-            self._tier.free([extent for extent, _ in self._held.pop(0)])
-        writes = lane.writes
-        extents = await self._tier.write(writes)
-        self._held.append([(e, w.key) for e, w in zip(extents, writes, strict=True) if e is not None])
-        return len(self._held[-1])
+        while self._tier.room(LAYOUT) < BATCH:
+            oldest, self._held = self._held[:BATCH], self._held[BATCH:]
+            self._tier.free([extent for extent, _ in oldest])
+        extents = await self._tier.write(lane.writes)
+        written = [(extent, w.key) for extent, w in zip(extents, lane.writes, strict=True) if extent is not None]
+        self._held += written
+        return len(written)
 
     async def _read(self, lane: _Lane) -> int:
-        batch = self._held[lane.next(len(self._held))]
-        reads = [Read(extent, key, LAYOUT, slot) for (extent, key), slot in zip(batch, lane.into, strict=True)]
-        ends = await self._tier.read(reads, 60.0)
-        return ends.count(ReadEnd.OK)
+        n = len(lane.into)
+        at = lane.next(len(self._held) // n) * n
+        reads = [
+            Read(extent, key, LAYOUT, slot) for (extent, key), slot in zip(self._held[at : at + n], lane.into, strict=True)
+        ]
+        return (await self._tier.read(reads, 60.0)).count(ReadEnd.OK)
 
 
 class _Lane:
-    """Slots to write from and to read into, touched before anything is measured."""
+    """One of two callers: what it writes, and slots to read into, touched before anything is measured."""
 
-    def __init__(self, number: int) -> None:
-        self.writes = [self._block(number * BATCH + i, slot) for i, slot in enumerate(_slots())]
-        self.into = _slots()
+    def __init__(self, number: int, hot: bool) -> None:
+        count = HOT if hot else BATCH
+        self.writes = ([self._block(number * BATCH + i, slot) for i, slot in enumerate(_slots(count))] * BATCH)[:BATCH]
+        self.into = _slots(count)
         self._at = number
 
     def next(self, of: int) -> int:
@@ -160,10 +166,10 @@ class _Lane:
         return Write(key, None, LAYOUT, Use(), slot)
 
 
-def _slots() -> list[NDArray[np.uint8]]:
-    whole = np.frombuffer(mmap.mmap(-1, BATCH * LAYOUT.slot_bytes), dtype=np.uint8)
+def _slots(n: int) -> list[NDArray[np.uint8]]:
+    whole = np.frombuffer(mmap.mmap(-1, n * LAYOUT.slot_bytes), dtype=np.uint8)
     whole[:] = 1
-    return [whole[i * LAYOUT.slot_bytes : (i + 1) * LAYOUT.slot_bytes] for i in range(BATCH)]
+    return [whole[i * LAYOUT.slot_bytes : (i + 1) * LAYOUT.slot_bytes] for i in range(n)]
 
 
 def _fio_version() -> str | None:
