@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 import grpc
@@ -20,13 +19,13 @@ from moonpool.core.ids import Role
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member
 from moonpool.core.use import Use
-from moonpool.kvstore.codecs.copies import copy_key
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
 CALL_S = 10.0
 GRACE_S = 2.0  # for the answer of a call that used its whole deadline
+KEYS_AT_ONCE = 1 << 15
 MESSAGE_BYTES = 64 << 20
 
 Facts = dict[str, int | float | str]
@@ -140,63 +139,78 @@ class StoreControl:
         request = pb.store_admin.SetQuotaRequest(tenant=tenant, bytes=size, dry_run=dry_run)
         return await self._each(lambda stub: _quota_set(stub.SetQuota(request, timeout=CALL_S)))
 
-    async def copy(self, keys: Sequence[bytes], source: str, target: str, *, dry_run: bool, deadline_s: float = 60.0) -> Reply:
+    async def copy(
+        self,
+        keys: Sequence[bytes],
+        source: str,
+        target: str,
+        *,
+        following: bool = False,
+        dry_run: bool,
+        deadline_s: float = 60.0,
+    ) -> Reply:
         """Bring the leading blocks of ``keys`` that ``source`` holds to ``target``, and keep them there; lossy copies as such.
 
-        ``blocks``: how many leading ones it holds then; ``wanted``: how many the source had.
+        With ``following`` what continues the last of them, too. ``wanted``: how many blocks the source gives; ``blocks``:
+        how many of them the target holds then.
         """
-        if source == target:
-            raise InvalidRequest(f"--to: {target!r} is the source, too; name another node", param="to")
-        origin, goal = self.member(source), self.member(target)
-        there, here = await asyncio.gather(
-            self._ask(origin, lambda s: _inspect(s, keys)), self._ask(goal, lambda s: _inspect(s, keys))
-        )
-        if there.trouble or here.trouble:
-            return there if there.trouble else here
-        wanted, have = int(there.facts["leading"]), int(here.facts["leading"])
-        facts: Facts = {"wanted": wanted, "blocks": have, "brought": 0, "bytes": 0, "carrier": ""}
-        if wanted <= have:
-            return Reply(target, facts)
-        if dry_run:
-            size = sum(int(row["bytes"]) for row in there.rows[have:wanted])
-            return Reply(target, facts | {"blocks": wanted, "brought": wanted - have, "bytes": size})
-        return await self._ask(goal, lambda _: self._bring(origin, goal, keys, there.rows[:wanted], facts, deadline_s))
-
-    async def _bring(
-        self, origin: Member, goal: Member, keys: Sequence[bytes], rows: Sequence[Facts], facts: Facts, deadline_s: float
-    ) -> Reply:
-        """Full blocks by their own keys; then, where only lossy copies are left, all copies of the sequence by theirs."""
-        admin = pb.store_admin_rpc.StoreAdminStub(self._channels[origin.node])
-        known = await admin.Describe(pb.types.Empty(), timeout=CALL_S)
-        layouts = {layout.fingerprint: layout for layout in (from_wire(one.layout, KVLayout) for one in known.layouts)}
-        full = len(list(takewhile(lambda row: not row["codec"], rows)))
-        parts = [(keys[:full], rows[:full])] if full else []
-        if full < len(rows):
-            codec = str(rows[full]["codec"])
-            parts.append(([copy_key(key, codec) for key in keys[: len(rows)]], rows[full:]))
-        begun = asyncio.get_running_loop().time()
-        for names, part in parts:
-            request = pb.store.ReplicateRequest(keys=names, node=origin.node)
-            request.deadline_ms = max(int((deadline_s - (asyncio.get_running_loop().time() - begun)) * 1e3), 1)
-            to_wire(layouts[str(part[0]["layout"])], request.layout)
-            to_wire(Use(str(part[0]["tenant"])), request.use)
-            stub: Any = pb.store_rpc.StoreStub(self._channels[goal.node])
-            reply = await stub.Replicate(request, timeout=request.deadline_ms / 1e3 + GRACE_S)
-            facts = facts | {"bytes": int(facts["bytes"]) + reply.bytes, "carrier": reply.carrier or facts["carrier"]}
-        after = await _inspect(pb.store_admin_rpc.StoreAdminStub(self._channels[goal.node]), keys)
-        blocks = int(after.facts["leading"])
-        return Reply(goal.node, facts | {"blocks": blocks, "brought": max(blocks - int(facts["blocks"]), 0)})
+        return (await self._copy(keys, source, target, following, dry_run, deadline_s))[0]
 
     async def move(
         self, keys: Sequence[bytes], source: str, target: str, *, dry_run: bool, deadline_s: float = 60.0
     ) -> list[Reply]:
-        """``copy``; then what the target has sealed is dropped at the source, where nobody uses it there."""
-        copied = await self.copy(keys, source, target, dry_run=dry_run, deadline_s=deadline_s)
-        if copied.trouble or not copied.facts["blocks"]:
+        """``copy`` with what follows; then what the target has sealed is dropped at the source, where nobody uses it."""
+        copied, sealed = await self._copy(keys, source, target, True, dry_run, deadline_s)
+        if not sealed:
             return [copied]
-        sealed = min(int(copied.facts["blocks"]), int(copied.facts["wanted"]))
-        request = pb.store_admin.DropRequest(keys=keys[:sealed], dry_run=dry_run)
+        request = pb.store_admin.DropRequest(keys=sealed, dry_run=dry_run)
         return [copied, await self._ask(self.member(source), lambda stub: _cleaned(stub.Drop(request, timeout=CALL_S)))]
+
+    async def _copy(
+        self, keys: Sequence[bytes], source: str, target: str, following: bool, dry_run: bool, deadline_s: float
+    ) -> tuple[Reply, list[bytes]]:
+        """The target's answer, and the names of blocks that both have then, or would have."""
+        if source == target:
+            raise InvalidRequest(f"--to: {target!r} is the source, too; name another node", param="to")
+        origin, goal = self.member(source), self.member(target)
+        request = pb.store_admin.SequencesRequest(keys=keys, following=following)
+        sequences: list[Any] = []
+
+        async def learn(stub: Any) -> Reply:
+            sequences.extend((await stub.Sequences(request, timeout=CALL_S)).sequences)
+            return Reply("")
+
+        sealed: list[bytes] = []
+
+        async def bring(_: Any) -> Reply:
+            facts, found = await self._bring(origin, goal, sequences, dry_run, deadline_s)
+            sealed.extend(found)
+            return Reply("", facts)
+
+        learned = await self._ask(origin, learn)
+        return (learned if learned.trouble else await self._ask(goal, bring)), sealed
+
+    async def _bring(
+        self, origin: Member, goal: Member, sequences: Sequence[Any], dry_run: bool, deadline_s: float
+    ) -> tuple[Facts, list[bytes]]:
+        stub: Any = pb.store_rpc.StoreStub(self._channels[goal.node])
+        size_of = {key: from_wire(one.layout, KVLayout).slot_bytes for one in sequences for key in one.keys}
+        before = await _here(stub, list(size_of))
+        if dry_run:
+            missing = [key for key in size_of if key not in before]
+            facts: Facts = {"wanted": len(size_of), "blocks": len(size_of), "brought": len(missing)}
+            return facts | {"bytes": sum(size_of[key] for key in missing), "carrier": ""}, list(size_of)
+        clock = asyncio.get_running_loop().time
+        end, moved, carrier = clock() + deadline_s, 0, ""
+        for one in sequences:
+            request = pb.store.ReplicateRequest(keys=one.keys, layout=one.layout, node=origin.node)
+            request.deadline_ms = max(int((end - clock()) * 1e3), 1)
+            to_wire(Use(one.tenant), request.use)
+            reply = await stub.Replicate(request, timeout=request.deadline_ms / 1e3 + GRACE_S)
+            moved, carrier = moved + reply.bytes, reply.carrier or carrier
+        after = await _here(stub, list(size_of))
+        facts = {"wanted": len(size_of), "blocks": len(after), "brought": len(after) - len(after & before)}
+        return facts | {"bytes": moved, "carrier": carrier}, [key for key in size_of if key in after]
 
     # Asking.
 
@@ -213,6 +227,16 @@ class StoreControl:
         except MoonpoolError as e:
             return Reply(member.node, trouble=e.message)
         return Reply(member.node, reply.facts, reply.rows)
+
+
+async def _here(stub: Any, keys: Sequence[bytes]) -> set[bytes]:
+    """Which of ``keys`` a node has, in any tier."""
+    found: set[bytes] = set()
+    for i in range(0, len(keys), KEYS_AT_ONCE):
+        part = keys[i : i + KEYS_AT_ONCE]
+        bits = (await stub.Exists(pb.store.KeysRequest(keys=part), timeout=CALL_S)).bits
+        found |= {key for at, key in enumerate(part) if bits[at // 8] >> at % 8 & 1}
+    return found
 
 
 async def _inspect(stub: Any, keys: Sequence[bytes]) -> Reply:

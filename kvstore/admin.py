@@ -67,6 +67,14 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
         return reply
 
     @answered
+    async def Sequences(self, request: pb.store_admin.SequencesRequest, context: Any) -> pb.store_admin.SequencesReply:
+        found, more = self._control.sequences(checked_keys(request.keys), request.following)
+        reply = pb.store_admin.SequencesReply(more=more)
+        for one in found:
+            to_wire(one.layout, reply.sequences.add(tenant=one.tenant, keys=one.keys).layout)
+        return reply
+
+    @answered
     async def Hold(self, request: pb.store_admin.HoldRequest, context: Any) -> pb.store_admin.HoldReply:
         keys = checked_keys(request.keys)
         held = self._control.hold(_named(request.tenant), keys, request.hard, self._node.clock())

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,7 +79,7 @@ class Compressor:
     # Making copies.
 
     async def compress(self, keys: Sequence[bytes], codec: str, dry_run: bool) -> Compressed:
-        """A copy by ``codec`` of each leading block; then full ones go, the last first, where nobody uses them.
+        """A copy by ``codec`` of each leading block and of all that continues the last; then full ones that nobody uses go.
 
         Only blocks whose model or tenant allows it. InvalidRequest: the configuration does not allow the codec, or
         ``keys`` do not begin their sequence. Goes on if its caller gives up.
@@ -97,7 +97,8 @@ class Compressor:
     async def _compress(self, keys: Sequence[bytes], codec: Codec, dry_run: bool) -> Compressed:
         async with self._one:
             leading = list(takewhile(lambda key: self._can_have_copy(key, codec), keys))
-            todo = [entry for key in leading if not self._has_copy(key, codec) and (entry := self._find(key))]
+            leading += self._control.after(leading[-1]) if leading else []
+            todo = [entry for key in leading if not self._has_copy(key, codec) and (entry := self._source(key)) is not None]
             if todo and todo[0].parent is not None and not self._has_copy(todo[0].parent, codec):
                 raise InvalidRequest(
                     f"keys: block {todo[0].key.hex()} follows one that has no copy; begin with the sequence's first block",
@@ -112,8 +113,6 @@ class Compressor:
                 done = await self._encode(part, codec)
                 made += done
                 after += done * coded(part[0].layout, codec.name).slot_bytes
-                if done < len(part):
-                    break
             gone = self._control.drop([key for key in leading if self._has_copy(key, codec)], dry_run=False)
             self._made += made
             self._node.changed()
@@ -125,13 +124,19 @@ class Compressor:
     def _has_copy(self, key: bytes, codec: Codec) -> bool:
         return self._find(copy_key(key, codec.name)) is not None
 
-    def _can_have_copy(self, key: bytes, codec: Codec) -> bool:
+    def _source(self, key: bytes) -> Entry | None:
+        """A full block in DRAM, of somebody who takes lossy copies."""
         entry = self._find(key)
-        return self._has_copy(key, codec) or (entry is not None and self.allowed(entry.layout, entry.use))
+        return entry if entry is not None and entry.slot is not None and self.allowed(entry.layout, entry.use) else None
+
+    def _can_have_copy(self, key: bytes, codec: Codec) -> bool:
+        return self._has_copy(key, codec) or self._source(key) is not None
 
     async def _encode(self, part: Sequence[Entry], codec: Codec) -> int:
-        """How many leading blocks of ``part``, which follow one another, got a copy."""
+        """How many leading blocks of ``part``, which follow one another, got a copy: none where the block before has none."""
         first = part[0]
+        if first.parent is not None and not self._has_copy(first.parent, codec):
+            return 0
         small = coded(first.layout, codec.name)
         self._node.pool.register(small)
         parent = None if first.parent is None else copy_key(first.parent, codec.name)
@@ -174,7 +179,7 @@ class Compressor:
                 part = keys[i : i + STEP]
                 wanted = [read_key(key, codec.name) for key in part]
                 copies = [copy_key(key, codec.name) for key in part]
-                parent = names[-1] if names else None
+                parent = names[-1] if i else None  # of no full block's kin: it is none of those that are encoded
                 self._decoded += await self._make(copies, small, wanted, full, parent, use, partial(decode, codec, full))
                 names += (came := wanted[: self._node.pool.lookup(wanted)])
                 if len(came) < len(wanted):
@@ -240,10 +245,15 @@ class Compressor:
 
 
 def _parts(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Runs of at most ``STEP`` blocks of one user and one layout."""
-    for _, run in groupby(entries, lambda entry: (entry.use, entry.layout.fingerprint)):
-        same = list(run)
-        yield from (same[i : i + STEP] for i in range(0, len(same), STEP))
+    """At most ``STEP`` blocks each, which follow one another and are of one user."""
+    part: list[Entry] = []
+    for entry in entries:
+        if part and (entry.parent != part[-1].key or entry.use != part[-1].use or len(part) == STEP):
+            yield part
+            part = []
+        part.append(entry)
+    if part:
+        yield part
 
 
 def _checked(layout: KVLayout, region: Bytes, ref: SlotRef) -> Bytes:

@@ -13,10 +13,11 @@ from moonpool.core.errors import InvalidRequest
 from moonpool.core.events import Tier
 from moonpool.core.layout import RAW, KVLayout
 from moonpool.core.use import DEFAULT_TENANT
-from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key
+from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key, decoded_key
 from moonpool.kvstore.index import Entry
 from moonpool.kvstore.pool import Cleared, Pool
 
+ENDS = 256  # of one prompt, in one answer
 PART = 1024  # blocks dropped in one go: some 20 ms
 
 
@@ -30,6 +31,15 @@ class BlockState:
     held: str = ""  # hard or soft
     codec: str = ""
     bytes: int = 0  # in one tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """A sequence from its first block on; the last one is ``tenant``'s."""
+
+    layout: KVLayout
+    tenant: str
+    keys: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,42 @@ class Control:
                 codec = "" if layout.codec == RAW else layout.codec
                 return BlockState(entry.tiers, layout.fingerprint, entry.use.tenant, entry.held, codec, layout.slot_bytes)
         return BlockState()
+
+    def sequences(self, keys: Sequence[bytes], following: bool) -> tuple[list[BlockNames], bool]:
+        """What has to be elsewhere so that the leading ``keys`` that are here are there: the full blocks, and where more of
+        the sequence has a lossy copy the copies. With ``following`` what continues the last one, too: a sequence for each
+        end. The flag: there are more than ``ENDS`` of them.
+        """
+        out: list[BlockNames] = []
+        longest = 0
+        for names in (list(keys), *([copy_key(key, codec) for key in keys] for codec in LOSSY)):
+            leading = len(self._index.leading(names))
+            if leading > longest:
+                longest = leading
+                out += self._paths(names[:leading]) if following else [self._names(names[:leading])]
+        return out[:ENDS], len(out) > ENDS
+
+    def _names(self, keys: list[bytes]) -> BlockNames:
+        accounts, row = self._pool.held.accounts, self._index.leading(keys)[-1]
+        account = self._index.account[row]
+        return BlockNames(accounts.layout_of[account], accounts.tenant_of[account], keys)
+
+    def _paths(self, chain: list[bytes]) -> list[BlockNames]:
+        """``chain`` with each way on from its end."""
+        index = self._index
+        out: list[BlockNames] = []
+        for row in index.descending(chain[-1:]):
+            if not any(True for _ in index.children(row)) and len(out) <= ENDS:
+                path: list[bytes] = []
+                while index.key[row] != chain[-1]:
+                    path.append(index.key[row])
+                    row = index.parent[row]
+                out.append(self._names([*chain, *reversed(path)]))
+        return out
+
+    def after(self, key: bytes) -> list[bytes]:
+        """What continues ``key``, parents first."""
+        return [self._index.key[row] for row in self._index.descending([key])][1:]
 
     def layouts(self) -> list[tuple[KVLayout, int]]:
         """What is registered, with how many slots hold it."""
@@ -128,8 +174,11 @@ class Control:
         return Cleared(len(gone), len(meant) - len(gone), size)
 
     def clean(self, keys: Sequence[bytes], dry_run: bool) -> Cleared:
-        """Drop ``keys`` and their lossy copies with all that follows them."""
-        return self._pool.clear([name for key in keys for name in all_keys(key)], dry_run=dry_run)
+        """Drop ``keys`` and their lossy copies with all that follows them, and what was decoded from it."""
+        index = self._index
+        rows = index.descending(name for key in keys for name in all_keys(key))
+        names = [index.key[row] for row in rows]
+        return self._pool.clear([*names, *map(decoded_key, names)], dry_run=dry_run)
 
     def clean_all(self, model: str, tenant: str, dry_run: bool) -> Iterator[Cleared]:
         """Drop all blocks of ``model`` (by its fingerprint, or that of one layout) and of ``tenant``, where these are named.

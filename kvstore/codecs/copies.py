@@ -23,14 +23,20 @@ def copy_key(key: bytes, codec: str) -> bytes:
     return _derived(key, b"copy", codec)
 
 
+def decoded_key(copy: bytes) -> bytes:
+    """The key of the full block that was decoded from the copy with key ``copy``."""
+    return _derived(copy, b"read", "")
+
+
 def read_key(key: bytes, codec: str) -> bytes:
-    """The key of the full block that was decoded from the copy of block ``key``."""
-    return _derived(key, b"read", codec)
+    """The key of the full block that was decoded from ``codec``'s copy of block ``key``."""
+    return decoded_key(copy_key(key, codec))
 
 
 def all_keys(key: bytes) -> list[bytes]:
-    """``key`` and whatever copies of its block may be called."""
-    return [key, *(name(key, codec) for codec in LOSSY for name in (copy_key, read_key))]
+    """``key`` and whatever copies of its block may be called; ``key`` may be a copy's own."""
+    copies = [copy_key(key, codec) for codec in LOSSY]
+    return [key, *copies, *map(decoded_key, (key, *copies))]
 
 
 def _derived(key: bytes, kind: bytes, codec: str) -> bytes:

@@ -103,6 +103,77 @@ class InspectReply(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class SequencesRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    FOLLOWING_FIELD_NUMBER: builtins.int
+    following: builtins.bool
+    """what continues the last of them, too"""
+    @builtins.property
+    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        keys: abc.Iterable[builtins.bytes] | None = ...,
+        following: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["following", b"following", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class BlockSequence(message.Message):
+    """Names of blocks from the first of a sequence on, all of one layout."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    LAYOUT_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    @builtins.property
+    def layout(self) -> types_pb2.KVLayout: ...
+    @builtins.property
+    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        layout: types_pb2.KVLayout | None = ...,
+        tenant: builtins.str = ...,
+        keys: abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SequencesReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    more: builtins.bool
+    """there are too many continuations: these are not all"""
+    @builtins.property
+    def sequences(self) -> containers.RepeatedCompositeFieldContainer[BlockSequence]: ...
+    def __init__(
+        self,
+        *,
+        sequences: abc.Iterable[BlockSequence] | None = ...,
+        more: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["more", b"more", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class HoldRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

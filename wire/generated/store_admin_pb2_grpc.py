@@ -50,6 +50,11 @@ class StoreAdminStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.FromString,
                 _registered_method=True)
+        self.Sequences = channel.unary_unary(
+                '/moonpool.v1.StoreAdmin/Sequences',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesReply.FromString,
+                _registered_method=True)
         self.Drop = channel.unary_unary(
                 '/moonpool.v1.StoreAdmin/Drop',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.DropRequest.SerializeToString,
@@ -101,6 +106,13 @@ class StoreAdminServicer:
 
     def Unhold(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sequences(self, request, context):
+        """what has to travel so that blocks are elsewhere, too
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -160,6 +172,11 @@ def add_StoreAdminServicer_to_server(servicer, server):
                     servicer.Unhold,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.SerializeToString,
+            ),
+            'Sequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sequences,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesReply.SerializeToString,
             ),
             'Drop': grpc.unary_unary_rpc_method_handler(
                     servicer.Drop,
@@ -273,6 +290,33 @@ class StoreAdmin:
             '/moonpool.v1.StoreAdmin/Unhold',
             moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_store__admin__pb2.HoldReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.StoreAdmin/Sequences',
+            moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__admin__pb2.SequencesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class StoreAdminStub:
     Hold: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]
     """named pins that outlive every session, until unhold"""
     Unhold: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]
+    Sequences: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.SequencesRequest, _store_admin_pb2.SequencesReply]
+    """what has to travel so that blocks are elsewhere, too"""
     Drop: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.DropRequest, _store_admin_pb2.CleanReply]
     """exactly these blocks, the deepest first; one that has others after it stays"""
     Clean: _grpc.UnaryUnaryMultiCallable[_store_admin_pb2.CleanRequest, _store_admin_pb2.CleanReply]
@@ -54,6 +56,8 @@ class StoreAdminAsyncStub(StoreAdminStub):
     Hold: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]  # type: ignore[assignment]
     """named pins that outlive every session, until unhold"""
     Unhold: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.HoldRequest, _store_admin_pb2.HoldReply]  # type: ignore[assignment]
+    Sequences: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.SequencesRequest, _store_admin_pb2.SequencesReply]  # type: ignore[assignment]
+    """what has to travel so that blocks are elsewhere, too"""
     Drop: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.DropRequest, _store_admin_pb2.CleanReply]  # type: ignore[assignment]
     """exactly these blocks, the deepest first; one that has others after it stays"""
     Clean: _aio.UnaryUnaryMultiCallable[_store_admin_pb2.CleanRequest, _store_admin_pb2.CleanReply]  # type: ignore[assignment]
@@ -86,6 +90,14 @@ class StoreAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _store_admin_pb2.HoldRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_admin_pb2.HoldReply, _abc.Awaitable[_store_admin_pb2.HoldReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Sequences(
+        self,
+        request: _store_admin_pb2.SequencesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_admin_pb2.SequencesReply, _abc.Awaitable[_store_admin_pb2.SequencesReply]]:
+        """what has to travel so that blocks are elsewhere, too"""
 
     @_abc_1.abstractmethod
     def Drop(

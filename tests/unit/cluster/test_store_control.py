@@ -61,6 +61,20 @@ async def test_a_move_drops_at_the_source_what_the_target_has_and_nothing_that_o
         assert (await control.inspect([*KEYS[:2], *branch]))[0].facts["leading"] == 4
 
 
+async def test_what_continues_a_prompt_moves_with_it_and_is_copied_only_with_it_where_asked(tmp_path: Path) -> None:
+    async with store_cluster(tmp_path) as cluster, await StoreControl.open(cluster.registry) as control:
+        await cluster.publish("a", KEYS)
+        branch = block_keys("other", 2)
+        await cluster.publish("a", branch, parent=KEYS[2])
+        assert (await control.copy(KEYS[:3], "a", "b", dry_run=True)).facts["wanted"] == 3
+        assert (await control.copy(KEYS[:3], "a", "b", following=True, dry_run=True)).facts["wanted"] == 7
+        done = await control.move(KEYS[:3], "a", "b", dry_run=False)
+        assert (done[0].facts["brought"], done[1].facts["cleared"], done[1].facts["kept"]) == (7, 7, 0)
+        for chain in (KEYS, [*KEYS[:3], *branch]):
+            a, b = await control.inspect(chain)
+            assert (a.facts["leading"], b.facts["leading"]) == (0, len(chain))
+
+
 async def test_clearing_a_block_takes_what_follows_it_but_nothing_in_use(tmp_path: Path) -> None:
     async with store_cluster(tmp_path) as cluster, await StoreControl.open(cluster.registry) as control:
         await cluster.publish("a", KEYS)

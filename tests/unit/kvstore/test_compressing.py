@@ -15,6 +15,7 @@ from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.codecs.codec import coded
 from moonpool.kvstore.codecs.copies import copy_key, read_key
+from moonpool.kvstore.control import Control
 from moonpool.kvstore.node import StoreNode
 
 KEYS = block_keys("k", 5)
@@ -107,7 +108,24 @@ async def test_blocks_in_use_and_blocks_that_others_follow_keep_their_full_copy(
         require_near(read(client, mixed, 4), KEYS[4])
         await client.unpin(mixed)
         again = await node.compressor.compress(KEYS, "int8", dry_run=False)
-        assert (again.made, again.kept) == (0, 3)  # a decoded block follows the last full one now
+        assert (again.made, again.kept) == (0, 2)  # bob's follows the first two, and he takes no copies
+
+
+async def test_what_continues_the_last_block_gets_copies_too_and_decoded_blocks_get_none(tmp_path: Path) -> None:
+    async with store_node(settings(tmp_path, slots=32), Roll()) as node, worker(node) as (client, _):
+        await publish(client, KEYS)
+        more = [block_keys(f"{name}-", 2) for name in "xy"]
+        for branch in more:
+            await publish(client, branch, KEYS[4])
+        plan = await node.compressor.compress(KEYS[:3], "int8", dry_run=True)
+        assert (plan.made, plan.kept) == (9, 0)
+        assert await node.compressor.compress(KEYS[:3], "int8", dry_run=False) == plan
+        assert findable(node, [*KEYS, *more[0], *more[1]]) == 0
+        await client.unpin(await client.pin([*KEYS, *more[0]], ALICE, LOAD_MS))
+        assert (await node.compressor.compress(KEYS, "int8", dry_run=False)).made == 0
+        gone = Control(node.pool).clean([KEYS[4]], dry_run=False)
+        assert (gone.cleared, gone.kept) == (5 + 3, 0)  # copies of it and of four more, and what was decoded of three of these
+        assert node.numbers()["blocks_findable"] == 4 + 4
 
 
 async def test_blocks_of_those_who_allow_none_are_left_alone(tmp_path: Path) -> None:
