@@ -105,10 +105,14 @@ async def split_path(
     decode_pages: int | None = None,
     prefill_pages: int | None = None,
     prefill_config: dict[str, Any] | None = None,
+    store: dict[str, Any] | None = None,
     decode_kind: type[DecodeWorker] = DecodeWorker,
     **engine: Any,
 ) -> AsyncIterator[Split]:
-    """``nodes``: of the prefill workers, of the decode worker; one store node for each node. No prefill worker: role both."""
+    """``nodes``: of the prefill workers, of the decode worker; one store node for each node. No prefill worker: role both.
+
+    ``store``: values of that section.
+    """
     base = config_for(model, **engine)
     async with AsyncExitStack() as stack:
         probe = load_engine(base, model, threads=1, cache=model)
@@ -121,6 +125,7 @@ async def split_path(
                     "pool_bytes": slots * layout.slot_bytes,
                     "region_bytes": max(1 << 20, 16 * layout.slot_bytes),
                     "directory": str(folder),
+                    **(store or {}),
                 },
                 "transfer": {"carrier": carrier},
                 "timing": base.timing.model_dump() | {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
