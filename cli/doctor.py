@@ -61,7 +61,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _model(config)
     yield _port(config)
     if config.cluster.registry:
-        yield _registry(config)
+        yield check_registry(config)
     yield _state(config)
 
 
@@ -136,7 +136,7 @@ def _port(config: Config) -> Finding:
     return Finding("ok", f"port {config.gateway.port} is free")
 
 
-def _registry(config: Config) -> Finding:
+def check_registry(config: Config) -> Finding:
     import asyncio
 
     from moonpool.cluster.etcd.address import is_etcd, registry_of

@@ -68,6 +68,8 @@ def test_config_show_prints_a_file_that_can_be_given_back_with_origins(tmp_path:
         (("run", "cook", "--registry", "127.0.0.1:1"), "ROLE: 'cook'"),
         (("run", "prefill", "--id", "../x", "--registry", "127.0.0.1:1"), "--id: '../x'"),
         (("run", "registry", "--registry", "nowhere"), "is not host:port"),
+        (("run", "registry", "--registry", "etcd://a:1"), "needs no registry of ours"),
+        (("status", "--set", "cluster.registry=etcd://a"), "'a' is not host:port; write etcd://host:port"),
         (("run", "--spec", "missing.json"), "cannot read missing.json"),
         (("chat", "hello", "--url", "http://127.0.0.1:1"), "does not answer"),
         (("replay", "--url", "http://127.0.0.1:1"), "TRACE: give a file, or --generate"),
