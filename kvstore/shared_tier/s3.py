@@ -39,8 +39,13 @@ class Bucket:
             ) from e
         self._calls = obstore
         self._faults = (BaseError, OSError)
-        self._missing = NotFoundError
+        self._missing = (NotFoundError, FileNotFoundError)
         endpoint = config.shared_endpoint or _first(ENDPOINTS)
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"store.shared_endpoint: {endpoint} is no URL; use http://host:port or https://host",
+                param="store.shared_endpoint",
+            )
         timeout = timedelta(milliseconds=config.shared_timeout_ms)
         try:
             self._store = S3Store(
@@ -55,7 +60,7 @@ class Bucket:
                 retry_config={"max_retries": 0, "retry_timeout": timeout},
             )
         except BaseError as e:
-            raise ConfigError(f"store.shared_endpoint: {endpoint}: {e}", param="store.shared_endpoint") from e
+            raise ConfigError(f"store.shared_endpoint: {endpoint}: {_said(e)}", param="store.shared_endpoint") from e
 
     def size(self, name: str) -> int | None:
         try:
@@ -63,7 +68,7 @@ class Bucket:
         except self._missing:
             return None
         except self._faults as e:
-            raise OSError(str(e)) from e
+            raise OSError(_said(e)) from e
 
     def get(self, name: str, size: int) -> NDArray[np.uint8] | None:
         try:
@@ -74,13 +79,13 @@ class Bucket:
         except self._missing:
             return None
         except self._faults as e:
-            raise OSError(str(e)) from e
+            raise OSError(_said(e)) from e
 
     def put(self, name: str, data: NDArray[np.uint8]) -> None:
         try:
             self._calls.put(self._store, name, data.data, use_multipart=False)
         except self._faults as e:
-            raise OSError(str(e)) from e
+            raise OSError(_said(e)) from e
 
     def remove(self, name: str) -> bool:
         """Storage of this kind does not say whether there was one, so it is asked first."""
@@ -89,9 +94,14 @@ class Bucket:
         try:
             self._calls.delete(self._store, name)
         except self._faults as e:
-            raise OSError(str(e)) from e
+            raise OSError(_said(e)) from e
         return True
 
 
 def _first(names: tuple[str, ...]) -> str:
     return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _said(e: Exception) -> str:
+    """The first line; what follows is for debugging the client."""
+    return str(e).partition("\n")[0].strip()
