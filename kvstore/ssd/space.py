@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.format import capacity, extent_of, split_extent
 
@@ -20,6 +22,7 @@ class Segment:
         self.number = number
         self.size = size
         self.layout = layout
+        self.fingerprint = "" if layout is None else layout.fingerprint  # compared instead: a layout has many fields
         self.epoch = epoch
         self.seen = seen
         self.capacity = 0 if layout is None else capacity(size, layout)
@@ -78,11 +81,13 @@ class Segment:
 
     def remains(self) -> list[int]:
         """Positions of freed blocks whose header is still on disk."""
-        return [at for at, written in enumerate(self.written) if written and (not self.taken[at] or at in self.doomed)]
+        free = np.frombuffer(self.written, np.uint8) > np.frombuffer(self.taken, np.uint8)
+        return [int(at) for at in np.flatnonzero(free)] + [at for at in sorted(self.doomed) if self.written[at]]
 
     def live(self) -> list[int]:
-        """Positions whose block is on the tier."""
-        return [at for at, taken in enumerate(self.taken) if taken and at not in self.doomed]
+        """Positions whose block is on the tier, ascending."""
+        taken = np.flatnonzero(np.frombuffer(self.taken, np.uint8))
+        return [int(at) for at in taken if int(at) not in self.doomed]
 
 
 class Space:
@@ -98,22 +103,25 @@ class Space:
         self.segments[segment.number] = segment
 
     def of(self, layout: KVLayout) -> list[Segment]:
-        return [s for s in self.segments.values() if s.layout == layout]
+        fingerprint = layout.fingerprint
+        return [s for s in self.segments.values() if s.fingerprint == fingerprint]
 
     def find(self, extent: int, layout: KVLayout) -> tuple[Segment, int] | None:
         """Where a block of ``layout`` lies; None where no such extent is taken."""
+        segment = self.segments.get(split_extent(extent)[0])
+        if segment is None or segment.fingerprint != layout.fingerprint:
+            return None
+        return self.at(extent)
+
+    def at(self, extent: int) -> tuple[Segment, int] | None:
+        """As ``find``, whatever the layout."""
         number, position = split_extent(extent)
         segment = self.segments.get(number)
-        if segment is None or segment.layout != layout or position >= segment.capacity:
+        if segment is None or position >= segment.capacity:
             return None
         if not segment.taken[position] or position in segment.doomed:
             return None
         return segment, position
-
-    def at(self, extent: int) -> tuple[Segment, int] | None:
-        """As ``find``, whatever the layout."""
-        segment = self.segments.get(split_extent(extent)[0])
-        return None if segment is None or segment.layout is None else self.find(extent, segment.layout)
 
     def room(self, layout: KVLayout) -> int:
         """Extents of ``layout`` that can be had without freeing a block of a known layout."""
@@ -143,21 +151,25 @@ class Space:
         return min(found, key=lambda s: (s.layout is not None, s.used > 0, s.seen, s.number), default=None)
 
     def _blank(self, segment: Segment, layout: KVLayout) -> bool:
-        if segment.layout == layout or segment.retired or segment.moving:
+        if segment.fingerprint == layout.fingerprint or segment.retired or segment.moving:
             return False
         return segment.idle or self.unknown(segment)
 
     def unknown(self, segment: Segment) -> bool:
-        return segment.layout is not None and segment.layout.fingerprint not in self.known
+        return bool(segment.fingerprint) and segment.fingerprint not in self.known
 
     def victim(self, layout: KVLayout) -> Segment | None:
         """The emptiest segment of another layout whose blocks all fit into the free extents of that layout's others."""
         best: Segment | None = None
+        free: Counter[str] = Counter()
         for segment in self.segments.values():
-            other = segment.layout
-            if other is None or other == layout or segment.retired or segment.moving or not capacity(segment.size, layout):
+            free[segment.fingerprint] += 0 if self.read_only else segment.free
+        for segment in self.segments.values():
+            if not segment.fingerprint or segment.fingerprint == layout.fingerprint or not capacity(segment.size, layout):
                 continue
-            if segment.used <= self.free(other) - segment.free and (best is None or segment.used < best.used):
+            if segment.retired or segment.moving or self.unknown(segment):
+                continue
+            if segment.used <= free[segment.fingerprint] - segment.free and (best is None or segment.used < best.used):
                 best = segment
         return best
 

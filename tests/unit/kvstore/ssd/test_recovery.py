@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from support.ssd import NODE, OTHER, SMALL, config, flip, found, key, keys, peek, poke, put, read, right, stored, tier, writes
 
 from moonpool.core.config import MIB
+from moonpool.core.layout import DIGEST_BYTES
 from moonpool.kvstore.ssd.blocks import ReadEnd
 from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_bytes
 from moonpool.kvstore.ssd.opening import FORGET_S
@@ -69,6 +71,21 @@ async def test_a_block_in_the_place_of_another_is_torn(tmp_path: Path) -> None:
     poke(tmp_path, SMALL, placed[3], peek(tmp_path, SMALL, placed[2])[HEADER_BYTES:], at=HEADER_BYTES)  # bytes alone
     assert await read(of, SMALL, {3: placed[3]}) == {3: ReadEnd.TORN}
     assert await right(of, SMALL, {2: placed[2]}) == {2}
+    await of.close()
+
+
+async def test_a_thousand_flipped_bits_are_all_found_out(tmp_path: Path) -> None:
+    rng, padding = random.Random(5), HEADER_BYTES + SMALL.block_bytes + SMALL.layers * DIGEST_BYTES
+    of = await tier(tmp_path, ssd_bytes=16 * MIB)
+    placed = await put(of, SMALL, range(1_000))
+    harmless = set()
+    for n, extent in placed.items():
+        at = rng.randrange(extent_bytes(SMALL))
+        poke(tmp_path, SMALL, extent, bytes((peek(tmp_path, SMALL, extent)[at] ^ 1 << rng.randrange(8),)), at)
+        if at >= padding:
+            harmless.add(n)
+    assert await right(of, SMALL, placed) == harmless
+    assert of.numbers()["ssd_mismatches_read"] == 1_000 - len(harmless)
     await of.close()
 
 
