@@ -134,11 +134,17 @@ class UcxxReceiver:
         return self._endpoint
 
     def _end(self) -> None:
-        self._connections.clear()
+        former, self._connections = self._connections, []
         self._listener = None
         worker, self._worker = self._worker, None
-        if worker is not None:
-            self._thread.end(worker)
+        if worker is None:
+            return
+        for connection in former:
+            connection.endpoint = None
+        self._thread.end(worker, *(requests for one in former for requests in (one.waits, one.sends)))
+        for connection in former:
+            connection.waits.clear()
+            connection.sends.clear()
 
     def _remake(self) -> Endpoint:
         if self._worker is not None:
