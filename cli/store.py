@@ -126,6 +126,7 @@ def copy(
     keys: Keys = None,
     prompt: Prompt = None,
     chat: Chat = False,
+    following: Annotated[bool, typer.Option("--following", help="Also what continues the last of the blocks.")] = False,
     dry_run: DryRun = False,
     seconds: Seconds = 60.0,
     name: ClusterName = None,
@@ -138,7 +139,8 @@ def copy(
     chosen = blocks_of(running, keys, prompt, chat)
 
     async def work(control: StoreControl) -> list[Reply]:
-        return [await control.copy(chosen, source, target, dry_run=dry_run, deadline_s=seconds)]
+        copied = control.copy(chosen, source, target, following=following, dry_run=dry_run, deadline_s=seconds)
+        return [await copied]
 
     replies = ask(running, None, work)
     store_view.show(replies, as_json)
@@ -160,7 +162,7 @@ def move(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Copy blocks to another node, then drop them where they were."""
+    """Copy blocks, and what continues the last of them, to another node; then drop them where they were."""
     running = find(name, config_file, settings)
     chosen = blocks_of(running, keys, prompt, chat)
     replies = change(

@@ -21,7 +21,7 @@ from moonpool.core.layout import RAW, KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.claims import Life, Reserved
-from moonpool.kvstore.codecs.codec import Bytes, Codec, coded, decode, encode
+from moonpool.kvstore.codecs.codec import Bytes, Codec, can_be_coded, coded, decode, encode
 from moonpool.kvstore.codecs.copies import allows_lossy, copy_key, read_key
 from moonpool.kvstore.codecs.make import make_codec
 from moonpool.kvstore.control import Control
@@ -75,6 +75,11 @@ class Compressor:
         node = self._node
         names = (node.config.model_name,) if layout.model == node.layout.model else ()
         return allows_lossy(node.config.store, layout, names, use)
+
+    def learn(self, layout: KVLayout) -> None:
+        """A layout is new here: copies of its blocks may lie on SSD already."""
+        for codec in self._node.config.store.codecs if can_be_coded(layout) else ():
+            self._node.pool.register(coded(layout, codec))
 
     # Making copies.
 
@@ -138,7 +143,6 @@ class Compressor:
         if first.parent is not None and not self._has_copy(first.parent, codec):
             return 0
         small = coded(first.layout, codec.name)
-        self._node.pool.register(small)
         parent = None if first.parent is None else copy_key(first.parent, codec.name)
         keys = [entry.key for entry in part]
         names = [copy_key(key, codec.name) for key in keys]
@@ -180,7 +184,9 @@ class Compressor:
                 wanted = [read_key(key, codec.name) for key in part]
                 copies = [copy_key(key, codec.name) for key in part]
                 parent = names[-1] if i else None  # of no full block's kin: it is none of those that are encoded
+                await self._node.bring(small, copies, use, until - self._node.clock())
                 self._decoded += await self._make(copies, small, wanted, full, parent, use, partial(decode, codec, full))
+                await self._node.bring(full, wanted, use, until - self._node.clock())  # decoded earlier, and gone down since
                 names += (came := wanted[: self._node.pool.lookup(wanted)])
                 if len(came) < len(wanted):
                     return

@@ -209,6 +209,7 @@ class StoreNode:
     def _new_layout(self, layout: KVLayout) -> None:
         if self.ladder is not None:
             self.ladder.register(layout)
+        self.compressor.learn(layout)
 
     def _snapshot(self) -> IndexSnapshot:
         self._send_events()

@@ -185,9 +185,10 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         keys: Sequence[bytes] = await self._keys(request, context)
         use = checked_use(from_wire(request.use, Use))
         if request.load_ms:
-            limit_s = min(request.load_ms, MAX_WAIT_MS) / 1e3
-            await self._node.bring(self._pool.layout(request.layout or self._node.layout.fingerprint), keys, use, limit_s)
-            keys = await self._node.compressor.readable(keys, use, limit_s)
+            end = self._node.clock() + min(request.load_ms, MAX_WAIT_MS) / 1e3
+            layout = self._pool.layout(request.layout or self._node.layout.fingerprint)
+            await self._node.bring(layout, keys, use, end - self._node.clock())
+            keys = await self._node.compressor.readable(keys, use, end - self._node.clock())
         session = await self._session(request.session, context)  # after what took time: it may be over by now
         ticket = self._pool.pin(session.number, keys, use, self._node.clock(), request.layout)
         return pb.store.PinReply(ticket=to_wire(ticket, pb.types.Ticket()))

@@ -34,20 +34,25 @@ class Codec(Protocol):
         ...
 
 
+FLOATS = frozenset({"bfloat16", "float16", "float32"})
+
+
+def can_be_coded(layout: KVLayout) -> bool:
+    return layout.codec == RAW and layout.order == "canonical" and layout.dtype in FLOATS
+
+
 def coded(layout: KVLayout, name: str) -> KVLayout:
     """The layout of ``layout``'s blocks as codec ``name`` writes them. InvalidRequest where it cannot write them."""
     if layout.codec != RAW:
         raise InvalidRequest(
             f"codec: the blocks are written by {layout.codec} already, and are never encoded again", param="codec"
         )
-    if name != RAW and layout.order != "canonical":
-        raise InvalidRequest(f"codec: {name} writes blocks in canonical order, not {layout.order!r}", param="codec")
-    if name != RAW and layout.dtype not in FLOATS:
-        raise InvalidRequest(f"codec: {name} writes {', '.join(sorted(FLOATS))}, not {layout.dtype!r}", param="codec")
+    if name != RAW and not can_be_coded(layout):
+        raise InvalidRequest(
+            f"codec: {name} writes floats in canonical order, not {layout.dtype} in order {layout.order!r}",
+            param="codec",
+        )
     return replace(layout, codec=name)
-
-
-FLOATS = frozenset({"bfloat16", "float16", "float32"})
 
 
 def encode(codec: Codec, layout: KVLayout, block: Bytes) -> Bytes | None:

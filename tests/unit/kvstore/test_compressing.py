@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.store import LAYOUT, Roll, block_keys, config, store_node, worker
+from support.store import LAYOUT, Roll, block_keys, config, store_node, until, worker
 
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.landing import Ticket
@@ -201,3 +201,29 @@ async def test_decoded_blocks_are_evicted_like_others_and_made_again(tmp_path: P
             require_near(read(client, ticket, 4), KEYS[4])
             assert node.numbers()["lossy_copies_decoded"] == 10
             await client.unpin(ticket)
+
+
+async def test_copies_go_down_to_ssd_and_serve_from_there_also_after_a_restart(tmp_path: Path) -> None:
+    ssd = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": 16 << 20, "demote_below": 0.5, "demote_until": 0.75}
+    given = config(tmp_path, store={"codecs": ("int8",), "lossy_for": ("alice",), **ssd})
+    names = [copy_key(key, "int8") for key in KEYS]
+    async with store_node(given, Roll()) as node, worker(node) as (client, _):
+        await publish(client, KEYS)
+        await node.compressor.compress(KEYS, "int8", dry_run=False)
+        turn = 0
+        while len(node.pool.on_ssd(names)) < 5:  # other blocks take the room
+            turn += 1
+            assert turn < 60
+            await publish(client, block_keys(f"other{turn}-", 4), use=BOB)
+            await until(lambda: node.numbers()["demotions_open"] == 0, "nothing is on its way down")
+        ticket = await client.pin(KEYS, ALICE, LOAD_MS)
+        require_near(read(client, ticket, 4), KEYS[4])
+        await client.unpin(ticket)
+    async with store_node(given, Roll()) as node, worker(node) as (client, _):
+        assert len(node.pool.on_ssd(names)) == 5
+        assert (await client.pin(KEYS, BOB, LOAD_MS)).slots == ()
+        ticket = await client.pin(KEYS, ALICE, LOAD_MS)
+        assert len(ticket.slots) == 5
+        for i, key in enumerate(KEYS):
+            require_near(read(client, ticket, i), key)
+        await client.unpin(ticket)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.layout import SCALE_BYTES, KVLayout
-from moonpool.kvstore.codecs.codec import coded, decode, encode
+from moonpool.kvstore.codecs.codec import can_be_coded, coded, decode, encode
 from moonpool.kvstore.codecs.floats import from_floats, to_floats
 from moonpool.kvstore.codecs.fp8 import Fp8, _quantise, _table
 from moonpool.kvstore.codecs.make import CODECS, make_codec
@@ -170,5 +170,6 @@ def test_what_a_codec_wrote_is_never_encoded_again_and_other_orders_are_refused(
     assert once.fingerprint != layout.fingerprint
     with pytest.raises(InvalidRequest, match="never encoded again"):
         encode(Fp8(), once, np.zeros(once.block_bytes, np.uint8))
-    with pytest.raises(InvalidRequest, match="canonical order, not 'dot_product'"):
+    with pytest.raises(InvalidRequest, match="canonical order, not bfloat16 in order 'dot_product'"):
         coded(replace(layout, order="dot_product"), "fp8")
+    assert [can_be_coded(one) for one in (layout, once, replace(layout, dtype="uint8"))] == [True, False, False]
