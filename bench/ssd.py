@@ -37,7 +37,6 @@ LAYOUT = KVLayout("bench", layers=16, kv_heads=4, head_dim=64, dtype="bfloat16",
 THREADS = 4
 BATCH = 24  # blocks of one call of the tier where memory is cold, and of one write; two calls are in flight
 HOT = 4  # buffers of each of the two where they stay in cache
-ROUNDS = 5
 TURNS = ("write", "fio_write", "write_cold", "read", "fio_read", "read_cold")
 
 
@@ -45,6 +44,7 @@ TURNS = ("write", "fio_write", "write_cold", "read", "fio_read", "read_cold")
 class SsdOptions:
     path: str
     seconds: float = 24.0  # of measuring, all turns together
+    rounds: int = 5
     file_bytes: int = 1024 * MIB  # of the tier, and of fio's file
 
 
@@ -62,14 +62,14 @@ async def _measure(options: SsdOptions, scratch: Path) -> dict[str, Any]:
     tier = await SsdTier.open(config, NodeId("bench"), [LAYOUT])
     fio = _fio_version()
     turns = [name for name in TURNS if fio or not name.startswith("fio")]
-    seconds = options.seconds / (len(turns) * ROUNDS)
+    seconds = options.seconds / (len(turns) * options.rounds)
     rates: dict[str, list[float]] = {name: [] for name in TURNS}
     try:
         side = _Tier(tier)
         await side.fill()
         if fio:
             _fio(scratch, "write", options.file_bytes, None)
-        for _ in range(ROUNDS):
+        for _ in range(options.rounds):
             for name in turns:
                 kind = name.removeprefix("fio_")
                 if name.startswith("fio"):
