@@ -25,6 +25,7 @@ T = TypeVar("T")
 CALL_S = 2.5
 PAGE = 16  # keys a read asks for at once: what others put there may be large
 MAX_MESSAGE = 32 << 20
+REQUIRE_LEADER = (("hasleader", "true"),)  # a member cut off from the others ends the watch instead of falling behind
 
 
 class Away(Exception):
@@ -134,7 +135,7 @@ class Etcd:
                 await asyncio.sleep(sign_s)
                 yield sign
 
-        call = self._watches.Watch(requests())
+        call = self._watches.Watch(requests(), metadata=REQUIRE_LEADER)
         answers = aiter(call)
         try:
             while True:
