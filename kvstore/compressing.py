@@ -143,6 +143,7 @@ class Compressor:
         if first.parent is not None and not self._has_copy(first.parent, codec):
             return 0
         small = coded(first.layout, codec.name)
+        self._node.pool.register(small)
         parent = None if first.parent is None else copy_key(first.parent, codec.name)
         keys = [entry.key for entry in part]
         names = [copy_key(key, codec.name) for key in keys]
