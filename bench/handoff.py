@@ -58,8 +58,8 @@ def handoff(
 
     ``tokens`` are those of the timed prompts, ``lengths`` those whose overhead counts.
     """
-    if carrier not in ("ucx", "segment"):
-        raise ConfigError(f"carrier: {carrier!r} does not join two processes; use ucx or segment", param="carrier")
+    if carrier not in ("tcp", "ucx", "ucxx", "segment"):
+        raise ConfigError(f"carrier: {carrier!r} does not join two processes; use tcp, ucx, ucxx or segment", param="carrier")
     if repeats < 1:
         raise ConfigError(f"repeats: {repeats} is too few; use 1 or more", param="repeats")
     model_dir = local_model(model, say)
@@ -186,7 +186,8 @@ class _Sides:
 
     def transport(self) -> str:
         self._store.tell({})
-        return str(self._store.hear()["words"].get("ucx_transport", "mmap"))
+        words = self._store.hear()["words"]
+        return str(words.get("ucx_transport", "mmap" if words["carrier"] == "segment" else "tcp"))
 
 
 @contextmanager
@@ -194,9 +195,9 @@ def _sides(carrier: str, model_dir: Path, tokens: int, repeats: int) -> Iterator
     given = {
         "model_dir": str(model_dir),
         "carrier": carrier,
-        "ucx_net_devices": "lo" if carrier == "ucx" else "",
+        "ucx_net_devices": "lo" if carrier in ("ucx", "ucxx") else "",
         "writers": [FREE, *map(_throttled, range(repeats))],
-        "writer_node": "a" if carrier == "ucx" else "b",
+        "writer_node": "b" if carrier == "segment" else "a",
         "pages": -(-tokens // _BLOCK_TOKENS),
         "pool_bytes": 256 * MIB,
     }

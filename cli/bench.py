@@ -19,7 +19,7 @@ def serve(
     repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
     launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process.")] = None,
-    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, ucx or segment.")] = None,
+    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx, ucxx or segment.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """A served model over HTTP against plain transformers, in one run."""
@@ -32,7 +32,7 @@ def serve(
 
 @bench.command("handoff")
 def handoff(
-    carrier: Annotated[str | None, typer.Option("--carrier", help="ucx or segment.")] = None,
+    carrier: Annotated[str | None, typer.Option("--carrier", help="tcp, ucx, ucxx or segment.")] = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
     as_json: AsJson = False,

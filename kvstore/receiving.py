@@ -158,7 +158,7 @@ class Receiving:
         """What is offered, and what UCX really uses."""
         out = {"carrier": ", ".join(self.carriers) or "segment"}
         for receiver in self.receivers:
-            if receiver.carrier == "ucx":
+            if receiver.carrier in ("ucx", "ucxx"):
                 out["ucx_transport"] = receiver.transport_used()
         return out
 

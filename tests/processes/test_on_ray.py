@@ -34,7 +34,7 @@ async def test_a_cluster_of_actors_answers_survives_a_kill_and_leaves_nothing(
     tmp_path: Path, model_dir: Path, oracle: Oracle
 ) -> None:
     before, segments = ray_processes(), set(Path("/dev/shm").glob("moonpool+*"))
-    cluster = LocalCluster(tmp_path / "rayed", model_dir, SPLIT, model__dtype="float32")
+    cluster = LocalCluster(tmp_path / "rayed", model_dir, SPLIT, model__dtype="float32", transfer__carrier="ucx")
     cluster.folder.mkdir()
     cluster.start("ray")
     try:

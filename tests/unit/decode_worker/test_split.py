@@ -46,10 +46,13 @@ async def test_greedy_answers_equal_bare_generation_cold_and_cached(tmp_path: Pa
             assert answer.finish is FinishReason.LENGTH
 
 
-async def test_between_node_ids_the_bytes_go_over_ucx(tmp_path: Path, tiny_model: Path) -> None:
-    async with split_path(tmp_path, tiny_model, nodes=("a", "b")) as split:
+@pytest.mark.parametrize(("carrier", "used"), [("auto", "tcp (tcp)"), ("ucx", "ucx (tcp)")])
+async def test_between_node_ids_the_bytes_go_by_a_carrier_between_hosts(
+    tmp_path: Path, tiny_model: Path, carrier: str, used: str
+) -> None:
+    async with split_path(tmp_path, tiny_model, nodes=("a", "b"), carrier=carrier) as split:
         await check(split, *(split.asker.request(ids(n, n), max_tokens=5) for n in (1, 33, 100)))
-        assert split.prefills[0].words()["carriers"] == "ucx (tcp)"
+        assert split.prefills[0].words()["carriers"] == used
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 48, 100])
