@@ -1,22 +1,45 @@
-"""Bytes of raw chunks: copied in or out, and digested while they are in the cache.
+"""Bytes of blocks on their way into slots and out of them, each digested while it is in the cache.
 
-The digest is that of ``slices``: over the whole block (value, what lies between, header), seeded with key and layer 0.
+What is to be done is worked out first, for many blocks (``Fill``, ``Read``), and then done in one tight loop: a copy of
+a megabyte sweeps the interpreter out of the cache, so whatever Python does between two copies costs several times as much.
+
+The digests are those of ``slices``. That of a raw chunk covers its block: header, value, what lies behind it.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from moonpool.core.digests import slice_seed
-from moonpool.core.errors import DigestMismatch
+from moonpool.core.layout import DIGEST_BYTES
 from moonpool.kvstore.objects import CLASSES, HEADER_BYTES, Chunk
 
-STEP = 512 << 10  # written, then digested: half of a second-level cache of today
-TRAILER_BYTES = HEADER_BYTES + 8  # after a chunk's bytes of a value
-_DIGEST = struct.Struct("<Q")
+STEP = 256 << 10  # copied, then digested
+Copies = Sequence[tuple[memoryview, memoryview]]
+"""(target, source), of one size each."""
+
+
+class Fill(NamedTuple):
+    """Copy into a slot; the digest of ``before``, of what was copied, and of ``after`` goes into ``digest`` (8 bytes)."""
+
+    before: memoryview | bytes
+    copies: Copies
+    after: memoryview | bytes
+    seed: int
+    digest: memoryview
+
+
+class Read(NamedTuple):
+    """Copy out of a slot; ``before``, what was copied, and ``after`` shall have ``digest`` together."""
+
+    before: memoryview | bytes
+    copies: Copies
+    after: memoryview | bytes
+    seed: int
+    digest: int
 
 
 class Parts:
@@ -29,12 +52,12 @@ class Parts:
         self._part = 0
         self._at = 0
 
-    def take(self, n: int, step: int) -> list[memoryview]:
-        """The next ``n`` bytes, in views of at most ``step`` bytes."""
+    def take(self, n: int) -> list[memoryview]:
+        """The next ``n`` bytes, in views of at most ``STEP``."""
         out = []
         while n:
             part, at = self._parts[self._part], self._at
-            end = min(at + min(n, step), len(part))
+            end = min(at + min(n, STEP), len(part))
             out.append(part[at:end])
             n -= end - at
             if end == len(part):
@@ -45,55 +68,60 @@ class Parts:
         return out
 
 
-def fill(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
-    """Copy a chunk's bytes into the slot at ``offset``, its header where it is the leaf, and its digest."""
-    place = offset + CLASSES[chunk.size_class]
-    end = place + HEADER_BYTES
-    at = digested = offset
-    mix = None
-    for piece in parts.take(chunk.end - chunk.start, STEP):
-        if at - digested >= STEP:
-            mix = mix or xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
-            mix.update(memory[digested:at])
-            digested = at
-        memory[at : at + len(piece)] = piece
-        at += len(piece)
+def fill_chunk(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> Fill:
+    """How a chunk gets into the slot at ``offset``; its ``header``, where it is the leaf, is written at once."""
     if header is not None:
-        memory[place : place + len(header)] = header
-    if mix is None:
-        digest = xxhash.xxh3_64_intdigest(memory[offset:end], slice_seed(chunk.key, 0))
-    else:
-        mix.update(memory[digested:end])
-        digest = mix.intdigest()
-    _DIGEST.pack_into(memory, end, digest)
+        memory[offset : offset + len(header)] = header
+    begun = at = offset + HEADER_BYTES
+    end = at + CLASSES[chunk.size_class]
+    copies = []
+    for part in parts.take(chunk.end - chunk.start):
+        to = at + len(part)
+        copies.append((memory[at:to], part))
+        at = to
+    digest = memory[end : end + DIGEST_BYTES]
+    return Fill(memory[offset:begun], copies, memory[at:end], slice_seed(chunk.key, 0), digest)
 
 
-def header_of(memory: memoryview, offset: int, size_class: int) -> bytes:
+def fill(fills: Iterable[Fill]) -> None:
+    """What is digested is the caller's own bytes: if they change meanwhile, no reader takes the mixture for a value."""
+    make = xxhash.xxh3_64
+    for before, copies, after, seed, digest in fills:
+        mix = make(before, seed=seed)
+        for target, source in copies:
+            target[:] = source
+            mix.update(source)
+        mix.update(after)
+        digest[:] = mix.intdigest().to_bytes(DIGEST_BYTES, "little")
+
+
+def header_of(memory: memoryview, offset: int) -> bytes:
     """A private copy of a leaf's header, not verified yet."""
-    at = offset + CLASSES[size_class]
-    return bytes(memory[at : at + HEADER_BYTES])
+    return bytes(memory[offset : offset + HEADER_BYTES])
 
 
-def read(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> None:
-    """Copy a chunk out into ``parts``, then verify the private copy (and ``header``, where it is the leaf).
+def read_chunk(memory: memoryview, offset: int, chunk: Chunk, parts: Parts, header: bytes | None) -> Read:
+    """How a chunk gets out of the slot at ``offset``; ``header`` is the private copy of the leaf's."""
+    at = offset + HEADER_BYTES
+    end = at + CLASSES[chunk.size_class]
+    before = memory[offset:at] if header is None else header
+    copies = []
+    for part in parts.take(chunk.end - chunk.start):
+        to = at + len(part)
+        copies.append((part, memory[at:to]))
+        at = to
+    digest = int.from_bytes(memory[end : end + DIGEST_BYTES], "little")
+    return Read(before, copies, memory[at:end], slice_seed(chunk.key, 0), digest)
 
-    DigestMismatch: the bytes are not those of ``chunk.key``.
-    """
-    size = chunk.end - chunk.start
-    place = offset + CLASSES[chunk.size_class]
-    digest = _DIGEST.unpack_from(memory, place + HEADER_BYTES)[0]
-    mix = xxhash.xxh3_64(seed=slice_seed(chunk.key, 0))
-    at = offset
-    for piece in parts.take(size, size):
-        end = at + len(piece)
-        piece[:] = memory[at:end]
-        mix.update(piece)
-        at = end
-    if header is None:
-        mix.update(memory[at : place + HEADER_BYTES])
-    else:
-        if at < place:
-            mix.update(memory[at:place])
-        mix.update(header)
-    if mix.intdigest() != digest:
-        raise DigestMismatch(f"chunk {chunk.key.hex()} differs from its digest; the value is a miss")
+
+def read(reads: Iterable[Read]) -> list[bool]:
+    """Whether each private copy has its digest."""
+    out, make = [], xxhash.xxh3_64
+    for before, copies, after, seed, digest in reads:
+        mix = make(before, seed=seed)
+        for target, source in copies:
+            target[:] = source
+            mix.update(target)
+        mix.update(after)
+        out.append(mix.intdigest() == digest)
+    return out

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.core.digests import slice_seed
 from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent, TransferFailed
-from moonpool.core.layout import KVLayout
-from moonpool.kvstore import chunks, slices, values
+from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.kvstore import values
+from moonpool.kvstore.chunks import Parts, Read, header_of, read, read_chunk
 from moonpool.kvstore.host_link import HostLink
-from moonpool.kvstore.objects import CLASSES, RAW_LAYOUTS, Shape, decode_header, plan, require_fits
+from moonpool.kvstore.objects import CLASSES, SLOT_MORE, decode_header, plan, require_fits
 from moonpool.kvstore.putting import AHEAD, portions
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
@@ -51,20 +54,33 @@ def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None
         if len(opened) < len(mine):  # the others did not fit into its answer
             todo.appendleft(mine[len(opened) :])
         try:
-            for i, places in zip(mine, opened, strict=False):
-                if places:
-                    out[i] = _read(link, keys[i], places, None if into is None else into[i])
+            _read_values(link, keys, mine, opened, into, out)
         finally:
             _unpin(link, ticket)
     return out
 
 
-def _read(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any:
-    try:
-        return _read_value(link, key, places, into)
-    except DigestMismatch:
-        link.send(frames.encode_quarantine(0, key, 0, PLACE))
-        return None
+def _read_values(
+    link: HostLink,
+    keys: Sequence[bytes],
+    which: range,
+    opened: Sequence[Sequence[Place]],
+    into: Sequence[Any] | None,
+    out: list[Any],
+) -> None:
+    """Into ``out`` at each place of ``which`` whose value is here and right."""
+    found = [
+        (i, Value(link, keys[i], places, None if into is None else into[i]))
+        for i, places in zip(which, opened, strict=False)
+        if places
+    ]
+    right = iter(read([one for _, value in found for one in value.reads]))
+    for i, value in found:
+        value.sound &= sum(islice(right, len(value.reads))) == len(value.reads)
+        with suppress(DigestMismatch):
+            out[i] = value.finish()
+        if not value.sound:
+            link.send(frames.encode_quarantine(0, keys[i], 0, PLACE))
 
 
 def get_blocks(link: HostLink, layout: KVLayout, number: int, keys: Sequence[bytes], into: Sequence[NDArray[np.uint8]]) -> int:
@@ -75,15 +91,16 @@ def get_blocks(link: HostLink, layout: KVLayout, number: int, keys: Sequence[byt
         ticket, opened = frames.decode_opened(frame, head.items)
         places = [place for one in opened for place in one]
         try:
-            for place in places:
-                _read_block(link, layout, keys[done], place, into[done])
-                done += 1
-        except DigestMismatch:
-            link.send(frames.encode_quarantine(0, keys[done], 0, PLACE))
-            break
+            each = zip(part, places, into[done:], strict=False)
+            reads = [_block_reads(link, layout, key, place, target) for key, place, target in each]
+            right = read([one for block in reads for one in block])
         finally:
             _unpin(link, ticket)
-        if len(places) < len(part):
+        here = next((i for i, ok in enumerate(right) if not ok), len(right)) // layout.layers
+        done += here
+        if here < len(places):
+            link.send(frames.encode_quarantine(0, keys[done], 0, PLACE))
+        if here < len(part):
             break
     return done
 
@@ -94,42 +111,62 @@ def _unpin(link: HostLink, ticket: int) -> None:
             link.send(frames.encode_ids(Kind.UNPIN, 0, [ticket]))
 
 
-def _read_block(link: HostLink, layout: KVLayout, key: bytes, place: Place, into: NDArray[np.uint8]) -> None:
-    memory = link.memory(place.region, place.offset, layout.slot_bytes)
-    region = np.frombuffer(memory, dtype=np.uint8)
+def _block_reads(link: HostLink, layout: KVLayout, key: bytes, place: Place, into: NDArray[np.uint8]) -> list[Read]:
+    """Of each layer."""
+    memory, size, out = link.memory(place.region, place.offset, layout.slot_bytes), layout.slice_bytes, []
+    digests = place.offset + layout.block_bytes
     for layer in range(layout.layers):
-        mine = slices.slice_of(layout, into, 0, layer)
-        slices.read(layout, region, place.offset, layer, key, layout.block_tokens, mine)
+        start, at = layer * size, digests + layer * DIGEST_BYTES
+        copies = ((into.data[start : start + size], memory[place.offset + start : place.offset + start + size]),)
+        digest = int.from_bytes(memory[at : at + DIGEST_BYTES], "little")
+        out.append(Read(b"", copies, b"", slice_seed(key, layer), digest))
+    return out
 
 
-def _read_value(link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> Any:
-    """The value whose chunks lie at ``places``, verified. DigestMismatch where they are not its."""
-    leaf = places[-1]
-    if leaf.layout >= len(RAW_LAYOUTS):
-        raise InvalidRequest("key: it names a block of KV, not a value", param="key")
-    memory = _memory(link, leaf)
-    header = chunks.header_of(memory, leaf.offset, leaf.layout)
-    shape, nonce = decode_header(header)
-    require_fits(shape, places)
-    if into is None:
-        raw, views = values.make_room(shape)
-    else:
-        raw, views = into, values.targets(into)
-        if sum(map(len, views)) != shape.size:
-            _refuse(link, key, places, shape, sum(map(len, views)))
-    parts = chunks.Parts(views)
-    *before, last = plan(key, nonce, shape.size)
-    for chunk, place in zip(before, places, strict=False):
-        chunks.read(_memory(link, place), place.offset, chunk, parts, None)
-    chunks.read(memory, leaf.offset, last, parts, header)
-    return values.finish(raw, shape) if into is None else into
+class Value:
+    """A value whose chunks lie at ``places``: how it is read, and what it is then.
 
+    Not ``sound``: its header is none, or is not of a value that lies there. InvalidRequest: ``into`` is of another size.
+    """
 
-def _memory(link: HostLink, place: Place) -> memoryview:
-    return link.memory(place.region, place.offset, CLASSES[place.layout] + chunks.TRAILER_BYTES)
+    __slots__ = ("_into", "_raw", "_refused", "_shape", "reads", "sound")
 
+    def __init__(self, link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> None:
+        leaf = places[-1]
+        if leaf.layout >= len(CLASSES):
+            raise InvalidRequest("key: it names a block of KV, not a value", param="key")
+        need = CLASSES[leaf.layout] + SLOT_MORE
+        memory = link.memory(leaf.region, leaf.offset, need)
+        header = header_of(memory, leaf.offset)
+        self.reads: list[Read] = []
+        self.sound = True
+        self._into = into
+        self._refused = ""
+        try:
+            self._shape, nonce = decode_header(header)
+            require_fits(self._shape, places)
+        except DigestMismatch:
+            self.sound = False
+            return
+        views = None if into is None else values.targets(into)
+        size = self._shape.size if views is None else sum(map(len, views))
+        if size != self._shape.size:
+            self._refused = f"into: {size} bytes for a value of {self._shape.size}"  # if it is one: that must be read first
+        if views is None or self._refused:
+            self._raw, views = values.make_room(self._shape)
+        parts = Parts(views)
+        for chunk, place in zip(plan(key, nonce, self._shape.size), places, strict=True):
+            memory = link.memory(place.region, place.offset, need)
+            self.reads.append(read_chunk(memory, place.offset, chunk, parts, header if place is leaf else None))
 
-def _refuse(link: HostLink, key: bytes, places: Sequence[Place], shape: Shape, size: int) -> NoReturn:
-    """``into`` has ``size`` bytes. DigestMismatch where the value is damaged, InvalidRequest where it is right."""
-    _read_value(link, key, places, values.make_room(shape)[0])
-    raise InvalidRequest(f"into: {size} bytes for a value of {shape.size}", param="into")
+    def finish(self) -> Any:
+        """Once ``reads`` are through: what the user gets. DigestMismatch, and no longer sound, where it is damaged."""
+        if self.sound and self._refused:
+            raise InvalidRequest(self._refused, param="into")
+        try:
+            if self.sound:
+                return self._into if self._into is not None else values.finish(self._raw, self._shape)
+        except DigestMismatch:
+            self.sound = False
+            raise
+        raise DigestMismatch("the value is damaged")

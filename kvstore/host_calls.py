@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from moonpool.core.errors import InvalidRequest
@@ -11,6 +12,7 @@ from moonpool.core.use import Use
 from moonpool.kvstore.claims import Reservation, Reserved
 from moonpool.kvstore.node_sessions import NodeSession
 from moonpool.kvstore.objects import MAX_CHUNKS, RAW_LAYOUTS
+from moonpool.kvstore.reservations import Answers
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import STATES, Granted, Head, Kind, Link, Place, Wanted
 
@@ -32,6 +34,7 @@ class HostCalls:
         self._layouts = layouts
         self._later = later
         self._writing: dict[int, bytes] = {}  # keys of this session's reservations
+        self._numbers: dict[int, int] = {}  # of the layouts of accounts
         self._handlers: dict[Kind, Callable[[Head, memoryview], bytes | None]] = {
             Kind.REGIONS: self._regions,
             Kind.LAYOUT: self._layout,
@@ -70,8 +73,8 @@ class HostCalls:
         return frames.encode_bits(Kind.EXISTS, head.number, self._found(keys))
 
     def _found(self, keys: Sequence[bytes]) -> bytes:
-        get = self._pool.held.index.get
-        return bytes([get(key) is not None for key in keys])
+        row = self._pool.held.index.row
+        return bytes([row(key) is not None for key in keys])
 
     def _lookup(self, head: Head, frame: memoryview) -> bytes:
         _, keys = frames.decode_keys(frame, head.items)
@@ -82,29 +85,37 @@ class HostCalls:
     def _reserve(self, head: Head, frame: memoryview) -> bytes:
         named, wanted = frames.decode_reserve(frame, head.items)
         out: list[Granted] = []
-        for first, end in _runs(wanted):
-            link = wanted[first].link
-            parent = None if link is Link.NONE else named if link is Link.PARENT else wanted[first - 1].key
+        for first, end, how in _runs(wanted):
             run = wanted[first:end]
-            tied = end - first > 1 and run[1].link is Link.TIED
-            answers = self._tied(run, parent) if tied else self._reserve_run(run, parent)
-            out += [self._granted(one) for one in answers]
+            if how is Link.NONE:
+                out += self._granted(self._reserve_apart(run))
+                continue
+            link = run[0].link
+            parent = None if link is Link.NONE else named if link is Link.PARENT else wanted[first - 1].key
+            answers = self._tied(run, parent) if how is Link.TIED else self._reserve_run(run, parent)
+            out += self._granted(answers)
         self._node.changed()
         return frames.encode_granted(head.number, out)
+
+    def _reserve_apart(self, run: Sequence[Wanted]) -> Sequence[Reservation] | Answers:
+        keys = [one.key for one in run]
+        if self._node.leaving.begun:
+            return [Reservation(key, Reserved.FULL) for key in keys]
+        layout, session = self._layouts.get(run[0].layout), self._session
+        return self._pool.reservations.reserve_apart(session.number, session.life, layout, keys, self._use, self._node.clock())
 
     def _reserve_run(self, run: Sequence[Wanted], parent: bytes | None) -> Sequence[Reservation]:
         keys = [one.key for one in run]
         if self._node.leaving.begun:
             return [Reservation(key, Reserved.FULL) for key in keys]
-        layout = self._layouts.get(run[0].layout)
-        session = self._session
+        layout, session = self._layouts.get(run[0].layout), self._session
         return self._pool.reserve(session.number, session.life, layout, keys, parent, self._use, self._node.clock())
 
     def _tied(self, run: Sequence[Wanted], parent: bytes | None) -> Sequence[Reservation]:
         """All of ``run`` or nothing: then every answer says why."""
         leaf = run[-1].key
         why = None
-        if self._pool.held.index.get(leaf) is not None:
+        if self._pool.held.index.row(leaf) is not None:
             why = Reserved.SEALED
         elif self._pool.held.coming(leaf):
             why = Reserved.IN_FLIGHT
@@ -117,11 +128,13 @@ class HostCalls:
                 self._pool.abandon(self._session.number, ids, self._node.clock())
         return [Reservation(one.key, why) for one in run]
 
-    def _granted(self, one: Reservation) -> Granted:
-        if one.slot is None:
-            return Granted(_STATE[one.state], 0, 0, 0)
-        self._writing[one.id] = one.key
-        return Granted(_STATE[one.state], one.slot.region, one.slot.offset, one.id)
+    def _granted(self, answers: Sequence[Reservation]) -> list[Granted]:
+        if not isinstance(answers, Answers):
+            return [Granted(_STATE[one.state], 0, 0, 0) for one in answers]
+        self._writing.update((id, key) for id, key in zip(answers.ids, answers.keys, strict=True) if id)
+        places = [place or (0, 0) for place in answers.places]
+        each = zip(answers.states, places, answers.ids, strict=True)
+        return [Granted(_STATE[state], region, offset, id) for state, (region, offset), id in each]
 
     def _seal(self, head: Head, frame: memoryview) -> bytes:
         ids = frames.decode_ids(frame, head.items)
@@ -153,38 +166,40 @@ class HostCalls:
         """Whole values by the key of their last block: as many of those asked for as fit into an answer."""
         _, keys = frames.decode_keys(frame, head.items)
         room = frames.room_for_places(len(keys))
-        paths: list[list[bytes]] = []
+        paths: list[list[int]] = []
         for key in keys:
             path = self._path(key)
             room -= len(path)
             if room < 0 and paths:
                 break
             paths.append(path)
-        wanted = list(dict.fromkeys(key for path in paths for key in path))
+        index, layout = self._pool.held.index, self._layout_of
+        rows = [row for path in paths for row in path]
+        wanted = [index.key[row] for row in rows]
         ticket = self._pool.pin(self._session.number, wanted, self._use, self._node.clock())
-        where = dict(zip(wanted, ticket.slots, strict=False))
-        opened = []
-        for path in paths:
-            whole = all(key in where for key in path)
-            opened.append([self._place(key, where[key].region, where[key].offset) for key in path] if whole else [])
-        return frames.encode_opened(Kind.OPEN, head.number, ticket.id if ticket.slots else 0, opened)
+        places = iter([Place(layout(row), slot.region, slot.offset) for row, slot in zip(rows, ticket.slots, strict=True)])
+        opened = [list(islice(places, len(path))) for path in paths]
+        return frames.encode_opened(Kind.OPEN, head.number, ticket.id if rows else 0, opened)
 
-    def _path(self, key: bytes) -> list[bytes]:
-        """The blocks that lead to ``key``, the first one first; none where it is not here or the way is too long."""
+    def _path(self, key: bytes) -> list[int]:
+        """Rows of the blocks that lead to ``key``, the first one first; none where not all of them are in DRAM."""
         index = self._pool.held.index
-        path: list[bytes] = []
-        at: bytes | None = key
-        while at is not None and len(path) <= MAX_CHUNKS:
-            entry = index.get(at)
-            if entry is None:
-                return []
+        row = index.row(key)
+        path: list[int] = []
+        at = -1 if row is None else row
+        while at >= 0 and len(path) <= MAX_CHUNKS and index.slot[at] >= 0:
             path.append(at)
-            at = entry.parent
-        return path[::-1] if at is None else []
+            at = index.parent[at]
+        path.reverse()
+        return path if at < 0 else []
 
-    def _place(self, key: bytes, region: int, offset: int) -> Place:
-        entry = self._pool.held.index.get(key)
-        return Place(0 if entry is None else self._layouts.number(entry.layout), region, offset)
+    def _layout_of(self, row: int) -> int:
+        """The number of a block's layout."""
+        account = self._pool.held.index.account[row]
+        number = self._numbers.get(account)
+        if number is None:
+            number = self._numbers[account] = self._layouts.number(self._pool.held.accounts.layout_of[account])
+        return number
 
     def _unpin(self, head: Head, frame: memoryview) -> bytes:
         ended = 0
@@ -203,26 +218,34 @@ class HostCalls:
     def _remove(self, head: Head, frame: memoryview) -> bytes:
         """Whole values (word 1), or blocks with all that follow them (word 0)."""
         whole, keys = frames.decode_keys(frame, head.items)
-        here = [key for key in keys if self._pool.held.index.get(key) is not None]
-        for key in here:
-            path = self._path(key) if whole else [key]
-            self._pool.clear(path[:1])
+        index = self._pool.held.index
+        here = [key for key in keys if index.row(key) is not None]
+        self._pool.clear([self._first_of(key) for key in here] if whole else here)
         self._node.changed()
         return frames.encode_count(Kind.REMOVE, head.number, self._found(here).count(0))
 
+    def _first_of(self, key: bytes) -> bytes:
+        """The block that begins the sequence of ``key``, which is here."""
+        index = self._pool.held.index
+        row = index.row(key)
+        while row is not None and index.parent[row] >= 0:
+            row = index.parent[row]
+        return key if row is None else index.key[row]
 
-def _runs(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int]]:
-    """(first, after the last) of items that one reservation covers: tied ones, or a sequence in one layout."""
-    at = 0
-    while at < len(wanted):
-        end = at + 1
-        if end < len(wanted) and wanted[end].link is Link.TIED:
-            while end < len(wanted) and wanted[end].link is Link.TIED:
-                end += 1
-        else:
-            while end < len(wanted) and wanted[end].link is Link.BEFORE and wanted[end].layout == wanted[at].layout:
-                end += 1
-        yield at, end
+
+def _runs(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, Link]]:
+    """(first, after the last, how) of items that one reservation covers, all of one layout: TIED ones, a sequence (BEFORE),
+    or blocks that each begin a sequence (NONE)."""
+    at, n = 0, len(wanted)
+    while at < n:
+        first, end = wanted[at], at + 1
+        next_link = wanted[end].link if end < n else Link.NONE
+        how = next_link if next_link >= Link.BEFORE else Link.NONE if first.link is Link.NONE else Link.BEFORE
+        while end < n and wanted[end].link is how and wanted[end].layout == first.layout:
+            end += 1
+        if how is Link.NONE and end < n and wanted[end].link >= Link.BEFORE:
+            end -= 1  # the last one begins what follows; alone it would not have come here
+        yield at, end, how
         at = end
 
 

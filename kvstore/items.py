@@ -9,10 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.core.layout import KVLayout
-from moonpool.kvstore import chunks, slices, values
-from moonpool.kvstore.objects import CLASSES, encode_header, plan
+from moonpool.core.digests import slice_seed
+from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.kvstore import chunks, values
+from moonpool.kvstore.chunks import Fill
+from moonpool.kvstore.objects import CHUNK, CLASSES, NONCE_BYTES, SLOT_MORE, Shape, encode_header, plan
 from moonpool.wire.host_frames import Link, Wanted
+
+NO_NONCE = bytes(NONCE_BYTES)
 
 
 class Put(StrEnum):
@@ -36,35 +40,41 @@ class Item(Protocol):
     def slot_bytes(self, index: int) -> int:
         """Of the slot that block ``index`` needs."""
 
-    def write(self, index: int, memory: memoryview, offset: int) -> None:
-        """Block ``index`` with its digests into the slot at ``offset`` of a region. In order, each once."""
+    def fills(self, index: int, memory: memoryview, offset: int) -> Sequence[Fill]:
+        """How block ``index`` gets into the slot at ``offset`` of a region. Asked in order, for each block once."""
 
 
 class ValueItem:
-    """``nonce`` names the chunks of this put; values of one chunk need none."""
+    """``nonce`` names the chunks of this put; values of one chunk need none. ``headers`` are those made before."""
 
     __slots__ = ("_chunks", "_header", "_parts", "bytes", "put", "wanted")
 
-    def __init__(self, key: bytes, value: Any, nonce: bytes) -> None:
+    def __init__(self, key: bytes, value: Any, nonce: int, headers: dict[Shape, bytes]) -> None:
         shape, views = values.to_parts(value)
         self.put = Put.LOST
         self.bytes = shape.size
-        self._chunks = plan(key, nonce, shape.size)
         self._parts = chunks.Parts(views)
-        self._header = encode_header(shape, nonce)
         self.wanted: Sequence[Wanted]
-        if len(self._chunks) == 1:
-            self.wanted = [Wanted(key, self._chunks[0].size_class, Link.NONE)]
+        if shape.size <= CHUNK:
+            self._chunks = plan(key, NO_NONCE, shape.size)
+            self.wanted = (Wanted(key, self._chunks[0].size_class, Link.NONE),)
+            header = headers.get(shape)
+            if header is None:
+                header = headers[shape] = encode_header(shape, NO_NONCE)
+            self._header = header
         else:
+            mine = nonce.to_bytes(NONCE_BYTES)
+            self._chunks = plan(key, mine, shape.size)
             links = [Link.NONE, *[Link.TIED] * (len(self._chunks) - 1)]
             self.wanted = [Wanted(one.key, one.size_class, link) for one, link in zip(self._chunks, links, strict=True)]
+            self._header = encode_header(shape, mine)
 
     def slot_bytes(self, index: int) -> int:
-        return CLASSES[self._chunks[index].size_class] + chunks.TRAILER_BYTES
+        return CLASSES[self._chunks[index].size_class] + SLOT_MORE
 
-    def write(self, index: int, memory: memoryview, offset: int) -> None:
+    def fills(self, index: int, memory: memoryview, offset: int) -> Sequence[Fill]:
         header = self._header if index == len(self._chunks) - 1 else None
-        chunks.fill(memory, offset, self._chunks[index], self._parts, header)
+        return (chunks.fill_chunk(memory, offset, self._chunks[index], self._parts, header),)
 
 
 class BlockItem:
@@ -75,11 +85,19 @@ class BlockItem:
     def __init__(self, layout: KVLayout, number: int, key: bytes, block: NDArray[np.uint8], link: Link) -> None:
         self.put = Put.LOST
         self.bytes = layout.block_bytes
-        self.wanted: Sequence[Wanted] = [Wanted(key, number, link)]
+        self.wanted: Sequence[Wanted] = (Wanted(key, number, link),)
         self._layout, self._key, self._block = layout, key, block
 
     def slot_bytes(self, index: int) -> int:
         return self._layout.slot_bytes
 
-    def write(self, index: int, memory: memoryview, offset: int) -> None:
-        slices.fill(self._layout, np.frombuffer(memory, dtype=np.uint8), offset, self._key, self._block)
+    def fills(self, index: int, memory: memoryview, offset: int) -> Sequence[Fill]:
+        """Layer by layer, each digested while it is in the cache."""
+        layout, size = self._layout, self._layout.slice_bytes
+        out, digests = [], offset + layout.block_bytes
+        for layer in range(layout.layers):
+            start, at = layer * size, digests + layer * DIGEST_BYTES
+            target = memory[offset + start : offset + start + size]
+            copies = ((target, self._block.data[start : start + size]),)
+            out.append(Fill(b"", copies, b"", slice_seed(self._key, layer), memory[at : at + DIGEST_BYTES]))
+        return out

@@ -1,7 +1,7 @@
 """Values of any size as blocks of the pool: raw layouts, chunk keys, and the header that says what a value was.
 
-A value is cut into chunks, all full but the last one, the *leaf*, which carries the header at its end and whose key is
-the value's own. Chunks follow one another like the blocks of a sequence, the leaf last: a block is findable only while
+A value is cut into chunks, all full but the last one, the *leaf*, which carries the header and whose key is the value's
+own. Chunks follow one another like the blocks of a sequence, the leaf last: a block is findable only while
 the one before it is, so a value whose key is found is there whole, eviction (leaf first) takes the key away first, and
 quarantine of any chunk makes the whole value a miss.
 
@@ -21,7 +21,8 @@ from moonpool.core.errors import DigestMismatch, InvalidRequest
 from moonpool.core.layout import KVLayout
 
 NONCE_BYTES = 16
-HEADER_BYTES = 504  # with one digest the trailer of a chunk is 512 bytes
+HEADER_BYTES = 1024  # before the bytes of the value
+SLOT_MORE = 4096  # what a slot is larger than its class by: header, digest, and the rest of a page
 CLASSES = tuple(4096 << i for i in range(9))  # bytes of a value that a chunk of each layout takes: 4 KiB to 1 MiB
 CHUNK = CLASSES[-1]
 MAX_CHUNKS = 4096
@@ -35,7 +36,11 @@ _VERSION = 1
 
 
 def raw_layout(size_class: int) -> KVLayout:
-    """The layout whose blocks take ``CLASSES[size_class]`` bytes of a value, and a header."""
+    """The layout whose blocks take a header and ``CLASSES[size_class]`` bytes of a value.
+
+    Every chunk has the header's room. So its value does not begin on a page, as the large arrays of users nearly do:
+    where source and target of a copy agree in their last 12 bits, processors take them for one another and wait.
+    """
     block = CLASSES[size_class] + HEADER_BYTES
     name = f"raw{CLASSES[size_class]}"  # each class is a model of its own: a model has one block size
     return KVLayout(name, 1, 1, block // 2, "uint8", block_tokens=1)  # a slice holds K and V: twice head_dim

@@ -10,18 +10,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.errors import InvalidRequest, TransferFailed
+from moonpool.kvstore.chunks import Fill, fill
 from moonpool.kvstore.host_link import HostLink
 from moonpool.kvstore.items import Item, Put
 from moonpool.wire import host_frames as frames
-from moonpool.wire.host_frames import STATES, Granted, Kind, Link
+from moonpool.wire.host_frames import Granted, Kind, Link
 
 BATCH_BLOCKS = 64
 BATCH_BYTES = 16 << 20
 FIRST = 4  # items asked for in the first message of a call
+GROWTH = 4  # how many times as many items the next message is about, up to a limit
 AHEAD = 2  # messages on their way
 
 
-OF_STATE = dict(zip(STATES, (Put.STORED, Put.THERE, Put.COMING, Put.NO_ROOM, Put.NO_PARENT), strict=True))
+OF_STATE = (Put.STORED, Put.THERE, Put.COMING, Put.NO_ROOM, Put.NO_PARENT)  # by place in frames.STATES
 
 
 @dataclass(slots=True)
@@ -36,7 +38,7 @@ def portions(n: int, most: int) -> Iterator[range]:
     while at < n:
         yield range(at, min(at + size, n))
         at += size
-        size = min(2 * size, most)
+        size = min(GROWTH * size, most)
 
 
 def batches(items: Iterable[Item]) -> Iterator[Batch]:
@@ -47,7 +49,7 @@ def batches(items: Iterable[Item]) -> Iterator[Batch]:
     for item in items:
         if out and (blocks + len(item.wanted) > most or size + item.bytes > BATCH_BYTES):
             yield Batch(out)
-            most = min(2 * most, BATCH_BLOCKS)
+            most = min(GROWTH * most, BATCH_BLOCKS)
             out, blocks, size = [], 0, 0
         out.append(item)
         blocks += len(item.wanted)
@@ -124,14 +126,16 @@ class Putting:
         if len(granted) != sum(len(item.wanted) for item in batch.items):
             raise TransferFailed("the store node answered for other blocks than were asked for")
         at = 0
+        fills: list[Fill] = []
         for item in batch.items:
             mine = granted[at : at + len(item.wanted)]
             at += len(mine)
-            item.put = OF_STATE[STATES[mine[-1].state]]
+            item.put = OF_STATE[mine[-1].state]
             if item.put is Put.STORED:
                 for i, one in enumerate(mine):
-                    item.write(i, self._link.memory(one.region, one.offset, item.slot_bytes(i)), one.offset)
+                    fills += item.fills(i, self._link.memory(one.region, one.offset, item.slot_bytes(i)), one.offset)
                     batch.ids.append(one.id)
+        fill(fills)
         if batch.ids:
             self._link.send(frames.encode_ids(Kind.SEAL, self._link.number(), batch.ids))
             self._asked.append((Kind.SEAL, batch))

@@ -23,7 +23,10 @@ from moonpool.kvstore.landings import Landings
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Reservations ``first`` .. ``first + len(keys) - 1`` of a chain; ``parent`` comes before its first block."""
+    """Reservations ``first`` .. ``first + len(keys) - 1`` of a chain; ``parent`` comes before its first block.
+
+    ``apart``: of no chain, but each of a sequence that it begins.
+    """
 
     first: int
     session: int
@@ -37,6 +40,7 @@ class Batch:
     anchor: list[int]  # the row of ``parent``, pinned so that making room cannot evict it; none where that is not here
     open: list[int] = field(default_factory=list)  # places in ``keys`` of what is neither sealed nor given up
     fenced: bool = False
+    apart: bool = False
 
 
 class Answers(Sequence[Reservation]):
@@ -115,6 +119,34 @@ class Reservations:
             places[start : start + n] = map(held.slots.place, batch.slots)
         return Answers(keys, states, ids, places)
 
+    def reserve_apart(
+        self, session: int, writer: Life, layout: KVLayout, keys: Sequence[bytes], use: Use, now: float
+    ) -> Answers:
+        """As ``reserve``, but each key begins a sequence of its own."""
+        held = self._held
+        account = held.accounts.number(layout, use.tenant)
+        states, places = [Reserved.NEW] * len(keys), [None] * len(keys)  # type: list[Reserved], list[tuple[int, int] | None]
+        ids = [0] * len(keys)
+        if len(set(keys)) < len(keys) or not held.index.lacks_all(keys) or not held.none_coming(keys):
+            seen: set[bytes] = set()
+            for at, key in enumerate(keys):
+                if held.index.row(key) is not None:
+                    states[at] = Reserved.SEALED
+                elif key in seen or held.coming(key):
+                    states[at] = Reserved.IN_FLIGHT
+                seen.add(key)
+        new = [at for at, state in enumerate(states) if state is Reserved.NEW]
+        slots = held.take_some(account, len(new), now)
+        for at in new[len(slots) :]:
+            states[at] = Reserved.FULL
+        del new[len(slots) :]
+        if new:
+            batch = Batch(0, session, writer, account, use, [keys[at] for at in new], slots, None, 0, [], apart=True)
+            self._add(batch)
+            for at, id, place in zip(new, batch.open, map(held.slots.place, slots), strict=True):
+                ids[at], places[at] = batch.first + id, place
+        return Answers(keys, states, ids, places)
+
     def _states(self, keys: Sequence[bytes], parent: bytes | None) -> list[Reserved]:
         index, held = self._held.index, self._held
         known = parent is None or index.row(parent) is not None or held.coming(parent)
@@ -152,6 +184,11 @@ class Reservations:
         index, keys, parent = held.index, batch.keys, batch.parent
         whole = len(places) == len(keys) and not batch.fenced and index.lacks_all(keys)
         above = NONE if parent is None else index.row(parent)
+        if whole and batch.apart:
+            held.seal_apart(keys, batch.slots, batch.account, batch.use, now)
+            self._over(batch)
+            self._landings.wake(keys, now)
+            return len(keys)
         if whole and above is not None:
             held.seal(keys, above, batch.slots, batch.account, batch.depth, batch.use, now)
             self._over(batch)
@@ -166,11 +203,12 @@ class Reservations:
     def _seal_one(self, batch: Batch, at: int, now: float) -> bool:
         """Fenced meanwhile, sealed by somebody else first, or without its parent: freed instead."""
         held, key = self._held, batch.keys[at]
-        parent = batch.keys[at - 1] if at else batch.parent
+        parent = batch.keys[at - 1] if at and not batch.apart else batch.parent
         orphan = parent is not None and held.index.row(parent) is None
         row = None
         if not batch.fenced and not orphan:
-            row = held.seal_one(key, parent, batch.slots[at], batch.account, batch.depth + at, batch.use, now)
+            depth = 0 if batch.apart else batch.depth + at
+            row = held.seal_one(key, parent, batch.slots[at], batch.account, depth, batch.use, now)
         if row is None:
             lost = held.index.row(key) is not None
             held.counted["seals_lost" if lost else "seals_dropped"] += 1

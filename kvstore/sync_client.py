@@ -20,7 +20,7 @@ from moonpool.core.use import DEFAULT_TENANT
 from moonpool.kvstore.getting import get_blocks, get_values, in_frames
 from moonpool.kvstore.host_link import HostLink, find_socket
 from moonpool.kvstore.items import BlockItem, Item, Put, ValueItem
-from moonpool.kvstore.objects import NONCE_BYTES, Names
+from moonpool.kvstore.objects import NONCE_BYTES, Names, Shape
 from moonpool.kvstore.putting import Putting
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Kind, Link
@@ -82,11 +82,10 @@ class SyncStoreClient:
         InvalidRequest: one of them is nothing that can be stored; those before it are stored.
         """
 
-        nonce = int.from_bytes(secrets.token_bytes(NONCE_BYTES - 2)) << 16
-
         def made() -> Iterator[Item]:
+            nonce, headers = secrets.randbits(8 * NONCE_BYTES - 64) << 64, dict[Shape, bytes]()
             for i, (key, value) in enumerate(items):
-                yield ValueItem(self.key(key), value, (nonce + i).to_bytes(NONCE_BYTES))
+                yield ValueItem(self.key(key), value, nonce + i, headers)
 
         return self._call(lambda link: Putting(link).run(made()))
 

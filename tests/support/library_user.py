@@ -7,9 +7,11 @@ there; it writes nothing more, but the store node cannot know. ``put`` and ``get
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from moonpool.kvstore import SyncStoreClient
+from moonpool.kvstore.chunks import Fill, fill
 from moonpool.kvstore.items import ValueItem
 from moonpool.kvstore.objects import CHUNK
 from moonpool.kvstore.putting import Putting
@@ -18,15 +20,16 @@ VALUE = bytes(range(256)) * (8 * CHUNK // 256)
 
 
 class HalfWay(ValueItem):
-    """Waits before its fifth chunk, for ever."""
+    """Writes each chunk at once, and waits before its fifth one, for ever."""
 
     __slots__ = ("client",)
     client: SyncStoreClient
 
-    def write(self, index: int, memory: memoryview, offset: int) -> None:
+    def fills(self, index: int, memory: memoryview, offset: int) -> Sequence[Fill]:
         if index == 4:
             obey(self.client)
-        super().write(index, memory, offset)
+        fill(super().fills(index, memory, offset))
+        return ()
 
 
 def obey(client: SyncStoreClient) -> None:
@@ -39,7 +42,7 @@ def obey(client: SyncStoreClient) -> None:
 
 
 def half(client: SyncStoreClient) -> Any:
-    item = HalfWay(client.key("v"), VALUE, b"n" * 16)
+    item = HalfWay(client.key("v"), VALUE, 1, {})
     item.client = client
     return client._call(lambda link: Putting(link).run([item]))
 

@@ -16,7 +16,7 @@ from support.store import LAYOUT, Roll, config, member, until
 from moonpool.core.config import MIB
 from moonpool.core.errors import PeerSilent
 from moonpool.core.ids import Role
-from moonpool.kvstore import Put, SyncStoreClient, host_face
+from moonpool.kvstore import Put, SyncStoreClient, host_calls, host_face
 from moonpool.kvstore.host_link import HostLink
 from moonpool.kvstore.node import StoreNode
 from moonpool.wire import host_frames as frames
@@ -225,3 +225,20 @@ async def test_a_node_that_leaves_ends_its_connections(tmp_path: Path) -> None:
         link = await asyncio.to_thread(HostLink.open, path_of(node), 1, "t")
     with pytest.raises(PeerSilent, match="is over"):
         await asyncio.to_thread(link.ask, frames.encode_keys(Kind.EXISTS, 1, []))
+
+
+def test_items_of_a_frame_are_reserved_in_runs_that_hang_together() -> None:
+    none, parent, before, tied = Link.NONE, Link.PARENT, Link.BEFORE, Link.TIED
+    for links, runs in (
+        ([none], [(0, 1, none)]),
+        ([parent], [(0, 1, before)]),
+        ([none, none, none], [(0, 3, none)]),
+        ([none, none, tied, tied, none], [(0, 1, none), (1, 4, tied), (4, 5, none)]),
+        ([none, tied, none, tied], [(0, 2, tied), (2, 4, tied)]),
+        ([parent, before, before, none], [(0, 3, before), (3, 4, none)]),
+        ([parent, none, parent], [(0, 1, before), (1, 2, none), (2, 3, before)]),
+        ([none, before, tied], [(0, 2, before), (2, 3, before)]),
+    ):
+        assert list(host_calls._runs([Wanted(bytes(16), 0, link) for link in links])) == runs
+    other_sizes = [Wanted(bytes(16), size, none) for size in (0, 0, 1, 1, 0)]
+    assert list(host_calls._runs(other_sizes)) == [(0, 2, none), (2, 4, none), (4, 5, none)]
