@@ -44,7 +44,7 @@ TURNS = ("write", "fio_write", "write_cold", "read", "fio_read", "read_cold")
 class SsdOptions:
     path: str
     seconds: float = 24.0  # of measuring, all turns together
-    rounds: int = 5
+    rounds: int = 8
     file_bytes: int = 1024 * MIB  # of the tier, and of fio's file
 
 

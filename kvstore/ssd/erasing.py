@@ -70,7 +70,8 @@ class Eraser:
                 positions = segment.remains()
                 for position in positions:
                     self._claim(segment, position)
-                work += [self._wipe(segment, positions[i : i + WIPES]) for i in range(0, len(positions), WIPES)]
+                parts = [positions[i : i + WIPES] for i in range(0, len(positions), WIPES)]
+                work += [self._wipe(segment, part, must=True) for part in parts]
             await asyncio.gather(*work)
 
     async def erase_unknown(self) -> None:
@@ -84,10 +85,13 @@ class Eraser:
         segment.pin(position)
         segment.release(position)
 
-    async def _wipe(self, segment: Segment, positions: Sequence[int]) -> None:
-        """Write over the headers of pinned, freed extents, then unpin them. A file that refuses that is removed."""
+    async def _wipe(self, segment: Segment, positions: Sequence[int], *, must: bool = False) -> None:
+        """Write over the headers of pinned, freed extents, then unpin them.
+
+        ``must``: where that fails, or is given up because the tier closes, the whole file is removed.
+        """
         file, layout = self._segments.file(segment), segment.layout
-        fault: Fault | None = None
+        fault: Fault | None = Fault.VANISHED
         if file is not None and layout is not None:
             offsets = [offset_of(position, layout) for position in positions]
             op = Op(Kind.WRITE, len(offsets) * HEADER_BYTES, partial(_write_zeros, file, offsets))
@@ -97,9 +101,11 @@ class Eraser:
             for position in positions:
                 segment.written[position] = 0
         self._segments.unpin(segment, [extent_of(segment.number, position) for position in positions])
-        if fault is Fault.ERROR and file is not None:
+        if fault in (Fault.ERROR, None) and must:
             self._counted["erase_failed"] += 1
             self._segments.remove(segment)
+        elif fault is not None:
+            self._segments.fault(segment, fault, writing=True)
 
 
 def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) -> Fault:

@@ -246,10 +246,14 @@ class Segments:
             words["ssd_notes"] = "; ".join(self._opened.notes[-4:])
         return words
 
-    async def quiet(self) -> None:
-        """Until nothing runs beside serving."""
+    async def quiet(self, limit_s: float | None = None) -> None:
+        """Until nothing runs beside serving, or the time is over."""
+        until = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            left = None if until is None else until - asyncio.get_running_loop().time()
+            if left is not None and left <= 0:
+                return
+            await asyncio.wait(self._tasks, timeout=left)
 
     def close(self) -> None:
         for file in self._files.values():

@@ -33,6 +33,7 @@ from moonpool.kvstore.ssd.space import Segment, runs
 
 RUN_BYTES = 4 << 20  # most bytes of one system call
 MOVE_BYTES_PER_S = 256e6  # of compaction, reads and writes together
+CLOSE_S = 1.0  # what runs beside serving may take so long to end by itself
 COUNTERS = (
     "blocks_written",
     "blocks_moved",
@@ -317,8 +318,9 @@ class SsdTier:
     async def close(self) -> None:
         """Waits for what is under way. Everything written stays for the next start."""
         self._compactor.stop()
-        await self._segments.quiet()
+        await self._segments.quiet(CLOSE_S)
         await self._flow.close()
+        await self._segments.quiet()
         self._segments.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------

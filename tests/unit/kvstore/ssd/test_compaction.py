@@ -130,18 +130,38 @@ async def test_a_disk_that_refuses_copies_loses_no_block(tmp_path: Path) -> None
     await of.close()
 
 
+def held(io: Faulty) -> tuple[threading.Event, threading.Event]:
+    """From now on writes of blocks say that they have begun, and wait to be let go."""
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(fd: int, n: int, size: int, offset: int) -> None:
+        if size > HEADER_BYTES:
+            begun.set()
+            go.wait()
+
+    io.write = hold
+    return begun, go
+
+
+async def test_a_block_freed_while_it_is_copied_is_nowhere(tmp_path: Path) -> None:
+    io = Faulty()
+    of, holder = await scattered(tmp_path, io)
+    copying, go = held(io)
+    compacting = asyncio.create_task(of.compact(OTHER))
+    await asyncio.to_thread(copying.wait)
+    of.free([holder.at.pop(n) for n in sorted(holder.at) if n % 4 == 0])
+    go.set()
+    await compacting
+    assert of.numbers()["ssd_extents"] == len(holder.at)
+    assert await right(of, SMALL, holder.at) == set(holder.at)
+    await of.close()
+
+
 async def test_an_erased_block_does_not_survive_as_a_copy(tmp_path: Path) -> None:
     io = Faulty()
     of, holder = await scattered(tmp_path, io)
     gone = [n for n in holder.at if n % 4 == 0]
-    copying, go = threading.Event(), threading.Event()
-
-    def hold(fd: int, n: int, size: int, offset: int) -> None:
-        if size > HEADER_BYTES:
-            copying.set()
-            go.wait()
-
-    io.write = hold
+    copying, go = held(io)
     compacting = asyncio.create_task(of.compact(OTHER))
     await asyncio.to_thread(copying.wait)
     erasing = asyncio.create_task(of.erase([holder.at.pop(n) for n in gone]))

@@ -6,15 +6,16 @@ import asyncio
 import errno
 import random
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.ssd import NODE, OTHER, SMALL, Fault, Faulty, Short, found, key, keys, put, read, right, stored, tier, writes
+from support.ssd import NODE, OTHER, SMALL, Fault, Faulty, Short, flip, found, key, keys, put, read, right, stored, tier, writes
 
 from moonpool.core.config import MIB
 from moonpool.kvstore.ssd.blocks import ReadEnd
-from moonpool.kvstore.ssd.format import HEADER_BYTES
+from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_bytes
 
 
 async def test_where_less_can_be_allocated_the_tier_is_smaller_and_says_so(tmp_path: Path) -> None:
@@ -158,6 +159,29 @@ async def test_a_removed_file_costs_its_blocks_and_a_new_one_takes_its_place(tmp
     await after.close()
 
 
+async def test_a_block_lost_before_its_write_is_answered_is_not_reported_as_written(tmp_path: Path) -> None:
+    io = Faulty()
+    of = await tier(tmp_path, SMALL, OTHER, io=io)
+    placed = await put(of, SMALL, [9])
+    begun, go = threading.Event(), threading.Event()
+
+    def hold(fd: int, n: int, size: int, offset: int) -> None:
+        if size >= extent_bytes(OTHER):
+            begun.set()
+            go.wait()
+
+    io.write = hold
+    writing = asyncio.create_task(of.write(writes(SMALL, [1]) + writes(OTHER, [2])))
+    await asyncio.to_thread(begun.wait)
+    stored(tmp_path, SMALL, placed[9])[0].unlink()
+    assert await read(of, SMALL, placed) == {9: ReadEnd.GONE}
+    go.set()
+    small, other = await writing
+    assert small is None
+    assert other is not None
+    await of.close()
+
+
 async def test_a_removed_folder_costs_all_blocks_and_the_tier_begins_anew(tmp_path: Path) -> None:
     of = await tier(tmp_path, SMALL, OTHER)
     lost: list[int] = []
@@ -252,4 +276,38 @@ async def test_an_erasure_that_the_disk_refuses_removes_the_whole_file(tmp_path:
     await of.close()
     again = await tier(tmp_path)
     assert key(2) not in found(again)
+    await again.close()
+
+
+async def test_a_wrong_header_that_cannot_be_written_over_costs_no_other_block(tmp_path: Path) -> None:
+    io = Faulty()
+    of = await tier(tmp_path, io=io)
+    placed = await put(of, SMALL, range(5))
+    flip(tmp_path, SMALL, placed[2], HEADER_BYTES + 5)
+    io.write = lambda fd, n, size, offset: errno.EIO
+    assert await read(of, SMALL, {2: placed[2]}) == {2: ReadEnd.TORN}
+    await of.quiet()
+    assert of.numbers()["ssd_segments_retired"] == 1
+    assert await right(of, SMALL, placed) == {0, 1, 3, 4}
+    await of.close()
+
+
+async def test_closing_does_not_wait_for_bandwidth_and_still_erases(tmp_path: Path) -> None:
+    of = await tier(tmp_path, ssd_write_bytes_per_s=1.0)
+    first = asyncio.create_task(of.write(writes(SMALL, [1])))  # the header of its segment uses the bandwidth of an hour
+    await asyncio.sleep(0.05)
+    assert not first.done()
+    await of.close()
+    assert await first == [None]
+    of = await tier(tmp_path)
+    placed = await put(of, SMALL, range(5))
+    await of.close()
+    of = await tier(tmp_path, ssd_write_bytes_per_s=1.0)
+    await of.erase([])
+    erasing = [asyncio.create_task(of.erase([placed[n]])) for n in (1, 2)]
+    await asyncio.sleep(0.05)
+    await of.close()
+    await asyncio.gather(*erasing)
+    again = await tier(tmp_path)
+    assert set(found(again)).isdisjoint(keys([1, 2]))
     await again.close()

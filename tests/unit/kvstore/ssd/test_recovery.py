@@ -176,16 +176,18 @@ async def test_blocks_of_a_layout_unknown_for_a_day_are_given_up(tmp_path: Path)
     await of.close()
 
 
-async def test_a_layout_in_use_is_not_forgotten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [True, False])
+async def test_a_layout_in_use_is_not_forgotten(later: bool, tmp_path: Path) -> None:
     now = 1_800_000_000.0
     of = await tier(tmp_path, wall=lambda: now)
     placed = await put(of, SMALL, range(5))
     await of.close()
     for day in range(1, 4):
-        of = await tier(tmp_path, OTHER, wall=lambda day=day: now + day * (FORGET_S - 60))
+        of = await tier(tmp_path, OTHER if later else SMALL, wall=lambda day=day: now + day * (FORGET_S - 60))
         of.register(SMALL)
         await of.close()
-    of = await tier(tmp_path, wall=lambda: now + 4 * FORGET_S)
+    of = await tier(tmp_path, OTHER, wall=lambda: now + 4 * FORGET_S - 600)
+    of.recovered += of.register(SMALL)
     assert found(of) == {key(n): e for n, e in placed.items()}
     await of.close()
 
