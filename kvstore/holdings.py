@@ -179,7 +179,7 @@ class Holdings:
         queue = self._queues[size]
         while (lack := n - self.slots.free(size)) > 0:
             if queue:
-                self._evict(self._chosen(queue, lack))
+                self.evict(self._chosen(queue, lack))
             elif not (self._exchange(size, forced=False) or self._choose(lack, now) or self._last_resort(size)):
                 return
 
@@ -217,7 +217,8 @@ class Holdings:
                     flags[row] ^= CHOSEN  # what came after it when it was chosen is in use again
         return out
 
-    def _evict(self, rows: Sequence[int]) -> None:
+    def evict(self, rows: Sequence[int]) -> None:
+        """Drop the DRAM copies of these candidates, chosen by the policy or not."""
         if rows:
             self.slots.release(self.index.drop(rows))
             self.counted["evicted"] += len(rows)
@@ -250,7 +251,7 @@ class Holdings:
             rows = self._chosen(queue, count - free)
             if not rows:
                 break
-            self._evict(rows)
+            self.evict(rows)
             evicted = True
         self._patience[other] = max(2 * len(queue), self._patience[other])  # everywhere something is in use: not soon again
         return evicted
@@ -279,7 +280,7 @@ class Holdings:
         if not rows:
             return False
         row = min(rows, key=lambda row: (size_of[index.account[row]] != size, index.used[row]))
-        self._evict([row])
+        self.evict([row])
         return True
 
     def _evict_own(self, account: int, over: int) -> int:
@@ -292,7 +293,7 @@ class Holdings:
                     break
                 if index.flags[row] & (IN_DRAM | CHOSEN):
                     freed += size_of[index.account[row]]
-                    self._evict([row])
+                    self.evict([row])
         return freed
 
     # Blocks.

@@ -21,6 +21,7 @@ from moonpool.core.events import BlockChange, EventBatch, Tier
 from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
+from moonpool.kvstore.eviction.sketch import FrequencySketch
 from moonpool.kvstore.ladder_claims import Demotion
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Recovered, Write
@@ -28,7 +29,9 @@ from moonpool.kvstore.ssd.tier import SsdTier
 
 BATCH_BYTES = 32 << 20  # moved in one go: bounds what is pinned meanwhile, and lets leading blocks be used early
 BATCH = 64  # blocks, where they are small
+SKETCHED = 1 << 16  # blocks whose heat is told apart
 BACKLOG = 1 << 16  # sealed blocks that may wait to be written through; the oldest go down under pressure only
+STAY_S = 0.5  # that a block which is not hot stays in DRAM at least
 LAST_S = 0.05  # for the word of what came at the last moment
 RETRY_S = 1.0  # after a batch of which nothing could be written
 log = structlog.get_logger(__name__)
@@ -57,6 +60,8 @@ class Ladder:
         self._climbs: set[asyncio.Task[None]] = set()
         self._demoter: asyncio.Task[None] | None = None
         self._through = config.ssd_write == "through"
+        self._heat = FrequencySketch(SKETCHED)
+        self._passing: dict[bytes, None] = {}  # came up while they were not hot: the first to leave DRAM again
         self._sealed: deque[bytes] = deque(maxlen=BACKLOG)  # to be written through
         self._erasing: asyncio.Task[None] | None = None
         tier.on_lost = self._lost
@@ -82,6 +87,7 @@ class Ladder:
         """Blocks of ``keys`` that lie on SSD come into DRAM, leading ones first, as far as time and room allow."""
         until = self._clock() + deadline_s
         wanted = [key for key, _ in self._pool.on_ssd(keys)]
+        self._heat.add(wanted)
         mine = [key for key in wanted if key not in self._coming]
         tasks = {self._coming[key] for key in wanted if key in self._coming}
         if mine:
@@ -95,10 +101,17 @@ class Ladder:
             await asyncio.wait(tasks, timeout=deadline_s + LAST_S)
 
     async def _climb(self, layout: KVLayout, keys: Sequence[bytes], use: Use, until: float) -> None:
-        for batch in _batches(keys, layout.slot_bytes):
-            left = until - self._clock()
-            if left <= 0 or not await self._promote(batch, use, left):
-                return
+        try:
+            for batch in _batches(keys, layout.slot_bytes):
+                left = until - self._clock()
+                if left <= 0 or not await self._promote(batch, use, left):
+                    return
+        finally:
+            # Not before whoever asked for them has pinned them.
+            asyncio.get_running_loop().call_later(STAY_S, self._passing.update, dict.fromkeys(keys))
+
+    def _is_hot(self, key: bytes) -> bool:
+        return self._heat.estimate(key) >= self._config.promote_after
 
     async def _promote(self, keys: Sequence[bytes], use: Use, deadline_s: float) -> bool:
         """Whether all of it came: what follows a missing block is of no use to whoever asked."""
@@ -134,6 +147,10 @@ class Ladder:
         """Something changed in the pool."""
         if self._erasing is None and (dropped := self._pool.take_dropped_extents()):
             self._erasing = asyncio.create_task(self._erase(dropped), name="erase")
+        slots = self._pool.slots
+        if self._passing and slots.free_bytes < self._config.demote_until * slots.total_bytes:
+            cold = [key for key in self._passing if not self._is_hot(key)]
+            self._passing = dict.fromkeys(self._pool.let_go(cold))
         if not self._wake.is_set() and self._spare_share < self._config.demote_below:
             self._wake.set()
 

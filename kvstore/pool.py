@@ -204,6 +204,10 @@ class Pool:
         """It lies in its slot, digests checked; else the slot is freed. Whether the block is in DRAM by this."""
         return self.tiers.promoted(id, ok, now)
 
+    def let_go(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Drop the DRAM copy of those of ``keys`` that are on SSD, too. Returns those that somebody still uses."""
+        return self.tiers.let_go(keys)
+
     def extents_lost(self, extents: Sequence[int], now: float) -> None:
         """The tier lost these: what DRAM does not have goes, with its descendants."""
         self.tiers.lost(extents)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moonpool.core.use import Use
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import NONE
+from moonpool.kvstore.index import IN_DRAM, NONE
 from moonpool.kvstore.ladder_claims import Demotion, Promotion
 
 LOOKED_AT = 4  # times the blocks wanted: so many candidates are looked at for some that only DRAM has
@@ -104,7 +104,7 @@ class Tiers:
             return False
         self._going_rows.discard(row)
         index = self._held.index
-        good = extent is not None and index.is_found(row)
+        good = extent is not None and index.is_found(row) and index.extent[row] < 0
         if extent is not None and good:
             index.put_on_ssd(row, extent, Use(self._held.accounts.tenant_of[index.account[row]]), now)
         elif extent is not None:
@@ -163,6 +163,22 @@ class Tiers:
             held.release(claim.account, [claim.slot])
         held.unpin([row])
         return good
+
+    def let_go(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Drop the DRAM copy of those of ``keys`` that are on SSD, too. Returns those that somebody still uses."""
+        index = self._held.index
+        loose: list[int] = []
+        used: list[bytes] = []
+        for key in keys:
+            row = index.row(key)
+            if row is None or index.slot[row] < 0 or index.extent[row] < 0:
+                continue
+            if index.flags[row] & IN_DRAM:
+                loose.append(row)
+            else:
+                used.append(key)
+        self._held.evict(loose)
+        return used
 
     # What the tier tells.
 

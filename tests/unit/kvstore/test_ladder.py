@@ -14,6 +14,7 @@ from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_n
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
+from moonpool.kvstore.ladder import STAY_S
 from moonpool.kvstore.node import StoreNode
 
 SLOTS = 16
@@ -51,7 +52,7 @@ async def push_down(node: StoreNode, client: WorkerStore, keys: Sequence[bytes])
     """Until ``keys`` lie on SSD only: other sequences take the room, one after the other."""
     turn = 0
     while in_dram(node, keys):
-        await publish(client, block_keys(f"other{turn}-", 4))
+        await publish(client, block_keys(f"o{node.numbers()['event_head']:.0f}-", 4))
         await until(lambda: node.numbers()["demotions_open"] == 0, "nothing is on its way down")
         turn += 1
         assert turn < 60, "the blocks stay in DRAM"
@@ -180,3 +181,21 @@ async def test_a_snapshot_and_the_events_name_the_tier(tmp_path: Path) -> None:
         tiers = {tier.value: set(found) for tier, found in snapshot.entries}
         assert set(keys) <= tiers["g3"]
         assert not set(keys) & tiers["g2"]
+
+
+async def test_what_was_read_once_leaves_dram_before_what_is_read_often(tmp_path: Path) -> None:
+    async with store_node(settings(tmp_path, promote_after=3), Roll()) as node, worker(node) as (client, _):
+        hot, once = block_keys("hot", 4), block_keys("once", 4)
+        for keys in (hot, once):
+            await publish(client, keys)
+        await push_down(node, client, hot)
+        await push_down(node, client, once)
+        for _ in range(3):
+            await require_right(client, hot)
+            await push_down(node, client, hot)
+        await require_right(client, hot)
+        await require_right(client, once)
+        await asyncio.sleep(STAY_S)
+        node.changed()
+        await until(lambda: in_dram(node, once) == 0, "what was read once is gone from DRAM")
+        assert in_dram(node, hot) == 4
