@@ -94,7 +94,7 @@ async def test_a_prefix_that_is_evicted_between_lookup_and_load_is_computed_and_
         pin, evicted = WorkerStore.pin, []
 
         async def too_late(self: WorkerStore, *given: Any, **more: Any) -> Ticket:
-            evicted.append(split.stores["a"].pool.clear(None)[0])
+            evicted.append(split.stores["a"].pool.clear(None).cleared)
             return await pin(self, *given, **more)
 
         monkeypatch.setattr(WorkerStore, "pin", too_late)

@@ -24,6 +24,12 @@ from moonpool.kvstore.node import StoreNode
 BOTH: dict[str, Any] = {"prefills": 0, "decode_kind": BothWorker}
 
 
+@pytest.fixture(autouse=True)
+def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models compute faster than any disk answers."""
+    monkeypatch.setattr("moonpool.prefill_worker.pace.MIN_MS", 10_000)
+
+
 def ids(n: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(128), k=n)
 
