@@ -137,9 +137,9 @@ class Reservations:
                 seen.add(key)
         new = [at for at, state in enumerate(states) if state is Reserved.NEW]
         slots = held.take_some(account, len(new), now)
-        for at in new[len(slots) :]:
-            states[at] = Reserved.FULL
-        del new[len(slots) :]
+        if full := {keys[at] for at in new[len(slots) :]}:  # a key that is named twice is answered alike
+            states = [Reserved.FULL if key in full else state for key, state in zip(keys, states, strict=True)]
+            del new[len(slots) :]
         if new:
             batch = Batch(0, session, writer, account, use, [keys[at] for at in new], slots, None, 0, [], apart=True)
             self._add(batch)
