@@ -14,15 +14,16 @@ if TYPE_CHECKING:
     from moonpool.cluster.store_control import Facts, Reply
     from moonpool.cluster.store_events import Line
 
-SIZES = frozenset({"bytes", "used", "quota", "soft", "hard", "above", "before", "bytes_before", "bytes_after", "pool_bytes"})
+SIZES = frozenset({"bytes", "used", "quota", "soft", "hard", "above", "before", "bytes_before", "bytes_after"})
 MAIN = (
     "blocks_findable",
-    "slots_sealed",
-    "slots_free",
-    "slots_fenced",
-    "pins",
-    "landings_open",
+    "blocks_on_ssd",
     "pool_bytes",
+    "pool_free_bytes",
+    "pool_evictable_bytes",
+    "pins",
+    "slots_fenced",
+    "landings_open",
     "digest_mismatches",
 )
 SHOWN_KEYS = 3
@@ -67,7 +68,7 @@ def _rich(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
 
 
 def _text(name: str, value: int | float | str) -> str:
-    if name in SIZES and isinstance(value, int | float):
+    if (name in SIZES or name.endswith("_bytes")) and isinstance(value, int | float):
         return size(int(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
