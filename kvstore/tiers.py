@@ -11,7 +11,7 @@ from typing import Protocol
 
 from moonpool.core.use import Use
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import IN_DRAM, NONE
+from moonpool.kvstore.index import CHOSEN, IN_DRAM, NONE
 from moonpool.kvstore.ladder_claims import Demotion, Promotion
 
 LOOKED_AT = 4  # times the blocks wanted: so many candidates are looked at for some that only DRAM has
@@ -173,7 +173,7 @@ class Tiers:
             row = index.row(key)
             if row is None or index.slot[row] < 0 or index.extent[row] < 0:
                 continue
-            if index.flags[row] & IN_DRAM:
+            if index.flags[row] & (IN_DRAM | CHOSEN):
                 loose.append(row)
             else:
                 used.append(key)
