@@ -57,11 +57,18 @@ def carrier(
     *,
     only: Sequence[str] = (),
     repeats: int = 5,
+    turn_bytes: int = TURN_BYTES,
+    deaths: int = DEATHS,
     peer_python: str = "",
     say: Say = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
-    """Measure; see the module for the keys. ConfigError: an unknown carrier, or a side that does not start."""
+    """Measure ``repeats`` turns of ``turn_bytes``, and ``deaths`` of each kind; see the module for the keys.
+
+    ConfigError: an unknown carrier, or a side that does not start.
+    """
     names = _chosen(only)
+    if repeats < 1:
+        raise ConfigError(f"repeats: {repeats} is too few; use 1 or more", param="repeats")
     machine = machine_facts()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=_memory())))
@@ -74,13 +81,13 @@ def carrier(
             ways["nixl"] = peer
         out: dict[str, Any] = {}
         for end, (piece, count) in SHAPES.items():
-            out |= _figures(ways, end, piece, count, repeats, say)
+            out |= _figures(ways, end, piece, count, turn_bytes, repeats, say)
         out["transport"] = {name: way.transport() for name, way in ways.items() if isinstance(way, _Pushes)}
-    deaths = {name: _deaths(name, say) for name in names if name != "segment"}
-    for name, (at_sender, at_receiver) in deaths.items():
+    noticed = {name: _deaths(name, deaths, say) for name in names if name != "segment"}
+    for name, (at_sender, at_receiver) in noticed.items():
         out |= {f"peer_death_ms_{name}_sender": at_sender, f"peer_death_ms_{name}_receiver": at_receiver}
-    if "tcp" in deaths:
-        out["peer_death_ms"] = max(one for one in deaths["tcp"] if one is not None)
+    if "tcp" in noticed:
+        out["peer_death_ms"] = max(one for one in noticed["tcp"] if one is not None)
     return {**out, "peer": "nixl" if peer is not None else "not given", "machine": machine}
 
 
@@ -277,8 +284,10 @@ def _nixl(python: str, say: Say) -> Iterator[_Way | None]:
                 process.kill()
 
 
-def _figures(ways: dict[str, _Way], end: str, piece: int, count: int, repeats: int, say: Say) -> dict[str, float]:
-    pushes = TURN_BYTES // (piece * count)
+def _figures(
+    ways: dict[str, _Way], end: str, piece: int, count: int, turn_bytes: int, repeats: int, say: Say
+) -> dict[str, float]:
+    pushes = max(turn_bytes // (piece * count), 1)
     total = piece * count * pushes
     turns: list[dict[str, tuple[float, float]]] = []
     for _ in range(repeats + 1):
@@ -298,12 +307,12 @@ def _figures(ways: dict[str, _Way], end: str, piece: int, count: int, repeats: i
     return out
 
 
-def _deaths(name: str, say: Say) -> tuple[float | None, float | None]:
+def _deaths(name: str, deaths: int, say: Say) -> tuple[float | None, float | None]:
     """Milliseconds until a sender, and a receiver, know that the other was killed in the middle of pushes."""
     with tempfile.TemporaryDirectory(prefix="moonpool-bench-", dir=_memory()) as folder:
         path = _arena(Path(folder), name)
-        at_sender = statistics.median(_receiver_killed(name, path) for _ in range(DEATHS))
-        noticed = [_sender_killed(name, path) for _ in range(DEATHS if name == "tcp" else 0)]
+        at_sender = statistics.median(_receiver_killed(name, path) for _ in range(deaths))
+        noticed = [_sender_killed(name, path) for _ in range(deaths if name == "tcp" else 0)]
     at_receiver = statistics.median(noticed) if noticed else None
     say(f"{name}: peer death known after {at_sender:.1f} ms (sender), {at_receiver or float('nan'):.1f} ms (receiver)")
     return at_sender, at_receiver

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
 
 import structlog
@@ -22,51 +21,15 @@ import structlog
 from moonpool.core.errors import InvalidRequest, MoonpoolError, PeerSilent, TransferFailed
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer import tcp_wire
-from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, Endpoint, Pieces
+from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, Endpoint
 from moonpool.kvstore.transfer.pieces import Extents, coalesce, region_sizes, require_inside
 from moonpool.kvstore.transfer.tcp_connection import AT_ONCE, KEEPALIVE
-from moonpool.kvstore.transfer.throttle import TokenBucket
+from moonpool.kvstore.transfer.write import MAX_POSTED, Source, Write
 
-MAX_POSTED = 32  # pushes sent and not answered; the rest waits, where it can still be cancelled
 MAX_ANSWERS = 1024  # read at once
 HICCUP_S = 1.0  # a thread that did not run for longer than this was stopped itself: no stall of its peer
 DROP_UNSENT = struct.pack("ii", 1, 0)  # SO_LINGER: closing resets the connection
 log = structlog.get_logger(__name__)
-
-
-class Source:
-    """The registered memories, and what all links share: the throttle and the count of bytes."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self.views: tuple[memoryview, ...] = ()
-        self.extents = Extents({}, {})
-        self.sent = 0
-        self._bucket = TokenBucket(bytes_per_s)
-        self._lock = threading.Lock()
-
-    def book(self, size: int, now: float) -> float:
-        """When ``size`` bytes may go."""
-        with self._lock:
-            return now + self._bucket.take(size, now)
-
-    def count(self, size: int) -> None:
-        with self._lock:
-            self.sent += size
-
-
-@dataclass(slots=True, eq=False)
-class Write:
-    """One push. ``future`` is pending while it waits, running once bytes of it may have left."""
-
-    pieces: Pieces
-    frame: bytes
-    future: Future[None]
-    due: float | None = None  # when the throttle lets it go
-    number: int = 0
-
-    @property
-    def size(self) -> int:
-        return int(self.pieces[:, LENGTH].sum()) + len(self.frame)
 
 
 class Link:

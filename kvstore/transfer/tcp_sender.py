@@ -15,7 +15,8 @@ from moonpool.core.membership import Member
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer.carrier import Endpoint, Pieces
 from moonpool.kvstore.transfer.pieces import memory_extents
-from moonpool.kvstore.transfer.tcp_link import Link, Source, Write
+from moonpool.kvstore.transfer.tcp_link import Link
+from moonpool.kvstore.transfer.write import Source, Write
 
 CONNECT_S = 2.0  # for connecting and being welcomed
 

@@ -19,7 +19,6 @@ from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer import tcp_wire, ucx
 from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, UNKNOWN, Endpoint, Pieces
 from moonpool.kvstore.transfer.pieces import Extents, coalesce, memory_extents, region_sizes, require_inside
-from moonpool.kvstore.transfer.tcp_link import MAX_POSTED, Write
 from moonpool.kvstore.transfer.throttle import TokenBucket
 from moonpool.kvstore.transfer.ucxx_worker import (
     ANSWER_TAG,
@@ -35,6 +34,7 @@ from moonpool.kvstore.transfer.ucxx_worker import (
     empty,
     tag_of,
 )
+from moonpool.kvstore.transfer.write import MAX_POSTED, Write
 
 CONNECT_S = 2.0
 HICCUP_S = 1.5  # a thread that did not run for longer than this (it looks every second) was stopped itself

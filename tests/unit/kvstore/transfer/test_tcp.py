@@ -6,9 +6,10 @@ import asyncio
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +221,30 @@ async def test_nothing_lands_of_a_sender_that_stopped_half_way_once_it_was_cut_o
     with raw, pytest.raises(ConnectionError):
         raw.sendall(b"\x55" * (100 << 20))
     assert not scene.view.any() and scene.count("broken") == 1
+
+
+async def test_a_sender_that_goes_on_sending_is_cut_off_all_the_same(scene: Scene) -> None:
+    raw = await asyncio.to_thread(scene.enter)
+    stop = threading.Event()
+    message = header(pieces=1) + struct.pack("<3q", 0, 0, 1 << 20) + b"\x55" * (1 << 20)
+
+    def send() -> None:
+        with suppress(ConnectionError):
+            while not stop.is_set():
+                raw.sendall(message)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        await asyncio.to_thread(wait_for, lambda: bool(scene.view[0]), "it has begun")
+        assert await asyncio.wait_for(scene.receiver.cut(RAW), 5)
+        scene.view[:] = 0
+        await asyncio.to_thread(thread.join, 5)
+        assert not thread.is_alive() and not scene.view.any()
+    finally:
+        stop.set()
+        raw.close()
+        thread.join()
 
 
 async def test_cutting_one_sender_off_leaves_the_others_connected_and_it_comes_back_by_name_only(scene: Scene) -> None:
