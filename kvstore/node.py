@@ -29,8 +29,8 @@ from moonpool.kvstore.compressing import Compressor
 from moonpool.kvstore.eviction.make import make_policy
 from moonpool.kvstore.fetching import Fetcher, Moved, Push, PushOrder
 from moonpool.kvstore.host_face import HostFace
-from moonpool.kvstore.ladder import Ladder
 from moonpool.kvstore.lives import Lives, OnGone
+from moonpool.kvstore.lower_tiers import LowerTiers
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.objects import names_key
 from moonpool.kvstore.pool import Pool
@@ -40,7 +40,6 @@ from moonpool.kvstore.regions import OwnRegions, Progress
 from moonpool.kvstore.replication.leaving import Leaving, MovedOut
 from moonpool.kvstore.replication.spreading import Spreader
 from moonpool.kvstore.slots import SlotMap
-from moonpool.kvstore.ssd.tier import SsdTier
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices
 from moonpool.kvstore.transfer.choose import MakeReceivers, make_receivers
 from moonpool.kvstore.verify import Verifier
@@ -64,7 +63,7 @@ class StoreNode:
         regions: OwnRegions,
         on_gone: OnGone | None,
         push: Push | None,
-        tier: SsdTier | None,
+        lower: LowerTiers,
     ) -> None:
         self.config = config
         self.member = member
@@ -80,15 +79,13 @@ class StoreNode:
             member.incarnation,
             self.slots,
             make_policy(store.eviction),
-            None if tier is None else make_policy(store.eviction),
+            make_policy(store.eviction) if lower.has_ssd else None,
             quotas=store.quotas,
             hard_pin_share=store.hard_pin_share,
             soft_pin_share=store.soft_pin_share,
             on_layout=self._new_layout,
         )
-        self.ladder: Ladder | None = None
-        if tier is not None:
-            self.ladder = Ladder(self.pool, tier, regions.views, store, self.clock, self.changed)
+        self.lower = lower
         self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.receiving = Receiving(member, self.pool, self.clock)
@@ -137,11 +134,11 @@ class StoreNode:
         """
         regions = await asyncio.to_thread(OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress)
         try:
-            tier = await SsdTier.open(config.store, member.node, [layout]) if config.store.ssd_path else None
+            lower = await LowerTiers.open(config.store, member.node, [layout])
         except BaseException:
             await asyncio.to_thread(regions.close)
             raise
-        node = cls(config, member, layout, peers, regions, on_gone, push, tier)
+        node = cls(config, member, layout, peers, regions, on_gone, push, lower)
         try:
             await node._start(receivers)
         except BaseException:
@@ -152,8 +149,8 @@ class StoreNode:
     async def _start(self, receivers: MakeReceivers) -> None:
         loop = asyncio.get_running_loop()
         self.pool.register(self.layout)
-        if self.ladder is not None:
-            self.ladder.start()
+        me = Life(self.member.id, self.member.incarnation)
+        self.lower.start(self.pool, self.regions.views, me, self.clock, self.changed)
 
         def notices_of(carrier: str) -> OnNotices:
             def on_notices(frames: Sequence[bytes]) -> None:
@@ -192,8 +189,7 @@ class StoreNode:
         """Call after every change of the pool: wakes who waits, polls while needed, and sends the events soon."""
         self.verifier.pulse()
         self.receiving.poll_as_needed(self.lives.is_frozen)
-        if self.ladder is not None:
-            self.ladder.pulse()
+        self.lower.pulse()
         if self._flush is None and not self._closed:
             self._flush = asyncio.get_running_loop().call_soon(self._send_events)
 
@@ -203,12 +199,10 @@ class StoreNode:
             self._flush = None
         batches = self.pool.take_events()
         self.watchers.publish(batches)
-        if self.ladder is not None:
-            self.ladder.heard(batches)
+        self.lower.heard(batches)
 
     def _new_layout(self, layout: KVLayout) -> None:
-        if self.ladder is not None:
-            self.ladder.register(layout)
+        self.lower.register(layout)
         self.compressor.learn(layout)
 
     def _snapshot(self) -> IndexSnapshot:
@@ -280,8 +274,7 @@ class StoreNode:
 
     async def bring(self, layout: KVLayout, keys: Sequence[bytes], use: Use, deadline_s: float) -> None:
         """Bring the leading ``keys`` from lower tiers into DRAM, as far as there is time. Nothing to do without such tiers."""
-        if self.ladder is not None:
-            await self.ladder.bring(layout, keys, use, deadline_s)
+        await self.lower.bring(layout, keys, use, deadline_s)
 
     async def leave(self) -> MovedOut:
         """Before ``close``, while others can still be reached: copy to them what only this node holds."""
@@ -314,17 +307,15 @@ class StoreNode:
         if self.host_face is not None:
             own |= self.host_face.numbers()
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
-        ladder = {} if self.ladder is None else self.ladder.numbers()
-        parts = (self.pool, self.receiving, self.fetcher, self.spreader, self.leaving, self.compressor)
-        return own | landed | ladder | {name: value for part in parts for name, value in part.numbers().items()}
+        parts = (self.pool, self.lower, self.receiving, self.fetcher, self.spreader, self.leaving, self.compressor)
+        return own | landed | {name: value for part in parts for name, value in part.numbers().items()}
 
     def words(self) -> dict[str, str]:
         out = {"layout": self.layout.fingerprint, "agent_socket": str(self.lives.agent.path)}
         if self.host_face is not None:
             out["store_socket"] = str(self.host_face.path)
         out |= self.receiving.words()
-        if self.ladder is not None:
-            out |= self.ladder.words()
+        out |= self.lower.words()
         if sent := self.pusher.carriers():
             out["carriers_sent"] = sent
         return out
@@ -348,8 +339,7 @@ class StoreNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._flush is not None:
             self._flush.cancel()
-        if self.ladder is not None:
-            await self.ladder.close()
+        await self.lower.close()
         await self.fetcher.close()
         await self.pusher.close()
         await self.receiving.close()

@@ -67,6 +67,7 @@ class Pool:
         self.holds = Holds(self.held, hard_pin_share, soft_pin_share)
         self._tickets: dict[int, TicketClaim] = {}
         self._on_layout = on_layout
+        self._cleared: list[tuple[KVLayout, bytes]] = []
 
     # Layouts.
 
@@ -146,8 +147,14 @@ class Pool:
         size = sum(accounts.size_of[index.account[row]] * index.copies(row) for row in going)
         if not dry_run:
             for row in going:
+                self._cleared.append((accounts.layout_of[index.account[row]], index.key[row]))
                 self.held.withdraw(index.key[row])
         return Cleared(len(going), len(wanted) - len(going), size)
+
+    def take_cleared(self) -> list[tuple[KVLayout, bytes]]:
+        """Blocks cleared since the last call: a tier that keeps no index of them must forget them, too."""
+        out, self._cleared = self._cleared, []
+        return out
 
     # Publishing.
 

@@ -100,7 +100,7 @@ async def test_what_is_cleared_is_not_found_after_a_restart(tmp_path: Path) -> N
         await until(lambda: node.numbers()["blocks_on_ssd"] == 6, "all are on SSD")
         node.pool.clear(keys[2:])
         node.changed()
-        await until(lambda: node.ladder is not None and node.ladder.idle, "their extents are erased")
+        await until(lambda: node.lower.ladder is not None and node.lower.ladder.idle, "their extents are erased")
     async with store_node(through, Roll()) as node, worker(node) as (client, _):
         assert await client.lookup(keys) == 2
 
@@ -199,3 +199,30 @@ async def test_what_was_read_once_leaves_dram_before_what_is_read_often(tmp_path
         node.changed()
         await until(lambda: in_dram(node, once) == 0, "what was read once is gone from DRAM")
         assert in_dram(node, hot) == 4
+
+
+async def test_what_one_node_sealed_another_finds_in_the_shared_tier(tmp_path: Path) -> None:
+    shared = settings(tmp_path, ssd_path="", shared_path=str(tmp_path / "shared"))
+    keys, roll = block_keys("kept", 6), Roll()
+    async with store_node(shared, roll) as node, worker(node) as (client, _):
+        await publish(client, keys)
+        await until(lambda: node.numbers()["shared_blocks_written"] == 6, "all are in the shared tier")
+    async with store_node(shared, roll, "b") as node, worker(node) as (client, _):
+        assert await client.lookup(keys) == 0
+        await require_right(client, keys)
+        assert node.numbers()["shared_reads_ok"] == 6
+
+
+async def test_what_is_cleared_leaves_the_shared_tier_too(tmp_path: Path) -> None:
+    shared = settings(tmp_path, ssd_path="", shared_path=str(tmp_path / "shared"))
+    keys, roll = block_keys("secret", 6), Roll()
+    async with store_node(shared, roll) as node, worker(node) as (client, _):
+        await publish(client, keys)
+        await until(lambda: node.numbers()["shared_blocks_written"] == 6, "all are in the shared tier")
+        node.pool.clear(keys[2:])
+        node.changed()
+        await until(lambda: node.numbers()["shared_erased"] == 4, "they are erased")
+    async with store_node(shared, roll, "b") as node, worker(node) as (client, _):
+        ticket = await client.pin(keys, Use(), LOAD_MS)
+        assert len(ticket.slots) == 2
+        await client.unpin(ticket)
