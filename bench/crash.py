@@ -95,6 +95,7 @@ class Checked:
 
     found: int  # blocks found and right
     faults: tuple[str, ...] = ()
+    torn: int = 0  # blocks found to be cut by the kill, and dropped
 
 
 class Operation(Protocol):
@@ -114,6 +115,7 @@ class Struck:
     kills: int = 0
     in_the_middle: int = 0
     found: int = 0
+    torn: int = 0
     spans: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
@@ -123,6 +125,7 @@ class Struck:
             "in_the_middle": self.in_the_middle,
             "span_ms": 1e3 * statistics.median(self.spans) if self.spans else None,
             "blocks_checked": self.found,
+            "blocks_torn": self.torn,
             "faults": self.faults,
         }
 
@@ -183,6 +186,7 @@ def _one(operation: Operation, folder: Path, stage: Stage, struck: Struck, rng: 
     struck.in_the_middle += stage.in_the_middle
     checked = operation.check(folder, stage)
     struck.found += checked.found
+    struck.torn += checked.torn
     struck.faults += checked.faults
 
 

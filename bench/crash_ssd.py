@@ -25,6 +25,7 @@ LAYOUT = KVLayout("crash", layers=8, kv_heads=2, head_dim=64, dtype="bfloat16", 
 OTHER = KVLayout("other", layers=6, kv_heads=2, head_dim=64, dtype="bfloat16", block_tokens=64)
 CAP = 48 * MIB
 BATCH = 16
+ROUNDS = 3  # segments that can be emptied where half of the blocks are left
 LOW, HIGH, FULL = 0, 1, 2  # notes: numbers of the blocks that must be there: LOW <= n < HIGH; the highest ever begun
 
 
@@ -96,7 +97,7 @@ async def _look(folder: Path, must: set[bytes]) -> Checked:
         room, whole = tier.room(LAYOUT), tier.numbers()["ssd_segments"] * _per_segment(LAYOUT)
         if room != whole:
             faults.append(f"room for {room} blocks where {whole} fit into an empty tier")
-        return Checked(right, tuple(faults))
+        return Checked(right, tuple(faults), int(tier.numbers()["ssd_mismatches_start"]))
     finally:
         await tier.close()
 
@@ -119,7 +120,7 @@ class _Demote:
         extents = {numbers[b.key]: b.extent for b in tier.recovered if b.key in numbers}
         at = stage.noted(FULL)
         while True:
-            if tier.room(LAYOUT) < BATCH:
+            while tier.room(LAYOUT) < BATCH:  # numbers that a kill left out free nothing
                 low = min(extents) + 4 * BATCH
                 stage.note(LOW, max(low, stage.noted(LOW)))
                 tier.free([extents.pop(n) for n in sorted(extents) if n < low])
@@ -131,7 +132,7 @@ class _Demote:
             stage.end()
             extents.update((n, e) for n, e in zip(batch, written, strict=True) if e is not None)
             if None in written:
-                raise RuntimeError("a block could not be written")
+                raise RuntimeError(f"a block could not be written: {tier.numbers()}")
             if stage.noted(HIGH) != at:
                 stage.note(LOW, at)  # a batch between was cut by a kill
             stage.note(HIGH, at + BATCH)
@@ -184,10 +185,9 @@ class _Compact:
         tier.free([b.extent for b in tier.recovered])
         while True:
             await self._scatter(tier, memory, stage)
-            gained = 1
-            while gained:
+            for _ in range(ROUNDS):
                 stage.begin()
-                gained = await tier.compact(OTHER)
+                await tier.compact(OTHER)
                 stage.end()
 
     def __init__(self) -> None:
