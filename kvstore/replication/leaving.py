@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 PIECE = 64  # blocks of one call
 SHORT = 3
+SHARE, LEAST_S, MOST_S = 1 / 3, 1.0, 60.0  # of the time left, for one call: a node that froze meanwhile costs no more
 log = structlog.get_logger(__name__)
 
 
@@ -88,7 +89,8 @@ class Leaving:
                 continue  # withdrawn or evicted since
             asked = [room for room in rooms if short[room.node] < SHORT]
             while (left := end - self._node.clock()) > 0 and (to := least_to_move(asked, piece.path, size)) is not None:
-                blocks, moved = await self._others.replicate(to, piece.path, last.layout, last.use, left)
+                limit = min(left, max(LEAST_S, left * SHARE), MOST_S)
+                blocks, moved = await self._others.replicate(to, piece.path, last.layout, last.use, limit)
                 to.took(piece.path[:blocks], moved)
                 if blocks == len(piece.path):
                     short[to.node] = 0

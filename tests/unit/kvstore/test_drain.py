@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.store import LAYOUT, block_bytes
@@ -13,6 +15,7 @@ from support.stores import block_keys, stores, until
 
 from moonpool.core.membership import Liveness
 from moonpool.core.use import Use
+from moonpool.kvstore.transfer.carrier import Endpoint, Pieces, Sender
 from moonpool.wire import pb
 
 
@@ -112,6 +115,30 @@ async def test_a_drain_ends_in_time_when_the_other_node_takes_no_bytes(tmp_path:
         assert (report.blocks_saved, report.blocks_left) == (0, 3)
         s.gate.set()
         await s.require_idle()
+
+
+class Stalling:
+    """A sending end whose pushes to one node never end."""
+
+    def __init__(self, inner: Sender, node: str) -> None:
+        self._inner, self._node = inner, node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def push(self, target: Endpoint, pieces: Pieces, frame: bytes) -> Future[None]:
+        return Future() if target.node == self._node else self._inner.push(target, pieces, frame)
+
+
+async def test_a_target_that_freezes_costs_a_part_of_the_time_and_another_one_takes_its_blocks(tmp_path: Path) -> None:
+    sender: Any = lambda inner: Stalling(inner, "b")  # noqa: E731
+    async with stores(tmp_path, "a", "b", "c", sender=sender, store={"drain_ms": 2_000}) as s:
+        keys = block_keys("k", 3)
+        await s.publish("a", keys)
+        report = await s.nodes["a"].leave()
+        assert [order.landing.node for order in s.orders] == ["b", "c"]
+        assert (report.blocks_saved, report.blocks_left) == (3, 0)
+        await s.require_right("c", keys)
 
 
 async def test_nodes_that_all_leave_at_once_do_not_wait_for_one_another(tmp_path: Path) -> None:
