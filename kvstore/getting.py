@@ -33,10 +33,11 @@ def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
     return [keys[at : at + MAX_ITEMS] for at in range(0, len(keys), MAX_ITEMS)]
 
 
-def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None) -> list[Any]:
+def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None, fetch_ms: int) -> list[Any]:
     """The value of each key, or None; copied into what ``into`` names for it, where that is given.
 
-    The next portion is asked for before one is read, so that the store node finds it meanwhile.
+    The next portion is asked for before one is read, so that the store node finds it meanwhile. ``fetch_ms``: how long the
+    node may take for what its host does not have in DRAM.
     """
     out: list[Any] = [None] * len(keys)
     todo = deque(portions(len(keys), GET_AT_ONCE))
@@ -45,7 +46,7 @@ def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None
         while todo and len(asked) < AHEAD:
             asked.append(todo.popleft())
             part = keys[asked[-1].start : asked[-1].stop]
-            link.send(frames.encode_keys(Kind.OPEN, link.number(), part))
+            link.send(frames.encode_keys(Kind.OPEN, link.number(), part, word=fetch_ms))
         mine = asked.popleft()
         head, frame = link.receive()
         ticket, opened = frames.decode_opened(frame, head.items)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from moonpool.core.errors import InvalidRequest
+from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import Reservation, Reserved
+from moonpool.kvstore.elsewhere import Elsewhere, path_to
 from moonpool.kvstore.node_sessions import NodeSession
 from moonpool.kvstore.objects import MAX_CHUNKS, RAW_LAYOUTS
 from moonpool.kvstore.reservations import Answers
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from moonpool.kvstore.node import StoreNode
 
 _STATE = {Reserved(name): i for i, name in enumerate(STATES)}
+RAISE_S = 2.0  # for blocks in lower tiers
+MAX_DEADLINE_MS = 8_000  # below what a client waits for an answer
 Later = Callable[[int, bytes], None]
 
 
@@ -33,6 +36,7 @@ class HostCalls:
         self._use = use
         self._layouts = layouts
         self._later = later
+        self._elsewhere = Elsewhere(node)
         self._writing: dict[int, bytes] = {}  # keys of this session's reservations
         self._numbers: dict[int, int] = {}  # of the layouts of accounts
         self._handlers: dict[Kind, Callable[[Head, memoryview], bytes | None]] = {
@@ -154,17 +158,52 @@ class HostCalls:
 
     # Reading.
 
-    def _pin(self, head: Head, frame: memoryview) -> bytes:
-        """Leading blocks of one layout."""
+    def _pin(self, head: Head, frame: memoryview) -> bytes | None:
+        """Leading blocks of one layout; those in lower tiers are brought up first."""
         number, keys = frames.decode_keys(frame, head.items)
         layout = self._layouts.get(number)
-        ticket = self._pool.pin(self._session.number, keys, self._use, self._node.clock(), layout.fingerprint)
-        places = [[Place(number, slot.region, slot.offset)] for slot in ticket.slots]
-        return frames.encode_opened(Kind.PIN, head.number, ticket.id if ticket.slots else 0, places)
+        if head.number and self._pool.held.index.on_ssd and self._pool.on_ssd(keys):
+            self._node.spawn(self._raise_up(head.number, number, keys))
+            return None
+        return self._pinned(head.number, number, layout, keys)
 
-    def _open(self, head: Head, frame: memoryview) -> bytes:
-        """Whole values by the key of their last block: as many of those asked for as fit into an answer."""
-        _, keys = frames.decode_keys(frame, head.items)
+    async def _raise_up(self, number: int, of_layout: int, keys: Sequence[bytes]) -> None:
+        layout = self._layouts.get(of_layout)
+        try:
+            await self._node.bring(layout, keys, self._use, RAISE_S)
+            self._node.sessions.get(self._session.number)
+            frame = self._pinned(number, of_layout, layout, keys)
+        except MoonpoolError as e:
+            frame = frames.encode_error(number, e)
+        self._later(number, frame)
+
+    def _pinned(self, number: int, of_layout: int, layout: KVLayout, keys: Sequence[bytes]) -> bytes:
+        ticket = self._pool.pin(self._session.number, keys, self._use, self._node.clock(), layout.fingerprint)
+        places = [[Place(of_layout, slot.region, slot.offset)] for slot in ticket.slots]
+        return frames.encode_opened(Kind.PIN, number, ticket.id if ticket.slots else 0, places)
+
+    def _open(self, head: Head, frame: memoryview) -> bytes | None:
+        """Whole values by the key of their last block: as many of those asked for as fit into an answer.
+
+        With a deadline (milliseconds) what is not in DRAM is brought there first.
+        """
+        deadline_ms, keys = frames.decode_keys(frame, head.items)
+        if deadline_ms and head.number and self._elsewhere.could_help(keys):
+            deadline_s = min(deadline_ms, MAX_DEADLINE_MS) / 1e3
+            self._node.spawn(self._bring(head.number, keys, deadline_s))
+            return None
+        return self._opened(head.number, keys)
+
+    async def _bring(self, number: int, keys: Sequence[bytes], deadline_s: float) -> None:
+        try:
+            await self._elsewhere.bring(keys, self._use, deadline_s)
+            self._node.sessions.get(self._session.number)  # it may be over by now: then nobody would unpin
+            frame = self._opened(number, keys)
+        except MoonpoolError as e:
+            frame = frames.encode_error(number, e)
+        self._later(number, frame)
+
+    def _opened(self, number: int, keys: Sequence[bytes]) -> bytes:
         room = frames.room_for_places(len(keys))
         paths: list[list[int]] = []
         for key in keys:
@@ -179,19 +218,16 @@ class HostCalls:
         ticket = self._pool.pin(self._session.number, wanted, self._use, self._node.clock())
         places = iter([Place(layout(row), slot.region, slot.offset) for row, slot in zip(rows, ticket.slots, strict=True)])
         opened = [list(islice(places, len(path))) for path in paths]
-        return frames.encode_opened(Kind.OPEN, head.number, ticket.id if rows else 0, opened)
+        return frames.encode_opened(Kind.OPEN, number, ticket.id if rows else 0, opened)
 
     def _path(self, key: bytes) -> list[int]:
         """Rows of the blocks that lead to ``key``, the first one first; none where not all of them are in DRAM."""
         index = self._pool.held.index
         row = index.row(key)
-        path: list[int] = []
-        at = -1 if row is None else row
-        while at >= 0 and len(path) <= MAX_CHUNKS and index.slot[at] >= 0:
-            path.append(at)
-            at = index.parent[at]
-        path.reverse()
-        return path if at < 0 else []
+        if row is not None and index.parent[row] < 0:  # most values are one block
+            return [row] if index.slot[row] >= 0 else []
+        path = path_to(index, key)
+        return path if len(path) <= MAX_CHUNKS and all(index.slot[row] >= 0 for row in path) else []
 
     def _layout_of(self, row: int) -> int:
         """The number of a block's layout."""

@@ -144,7 +144,11 @@ class HostFace:
             frame = memoryview(self._buffer)[:size]
             head = frames.head(frame)
             number = head.number
-            self._reply(caller, number, self._take(caller, head, frame))
+            answer = self._take(caller, head, frame)
+            if answer is None:  # it comes later: until then nothing more is taken, so that answers keep their order
+                asyncio.get_running_loop().remove_reader(caller.socket)
+            else:
+                self._reply(caller, number, answer)
         except InvalidRequest as e:
             self.counted["malformed"] += 1
             log.warning("frame_refused", pid=caller.pid, error=e.message)
@@ -168,14 +172,16 @@ class HostFace:
         caller.pidfd = -1
 
         def later(number: int, frame: bytes) -> None:
-            self._reply(caller, number, frame)
+            if caller.open:
+                asyncio.get_running_loop().add_reader(caller.socket, self._receive, caller)
+                self._reply(caller, number, frame)
 
         caller.calls = HostCalls(node, session, Use(hello.tenant), self.layouts, later)
         welcome = Welcome(session.number, node.member.incarnation, self._names_key, len(node.regions.files))
         return frames.encode_welcome(head.number, welcome)
 
-    def _reply(self, caller: Caller, number: int, frame: bytes | None) -> None:
-        if frame is not None and number and caller.open:
+    def _reply(self, caller: Caller, number: int, frame: bytes) -> None:
+        if number and caller.open:
             self._send(caller, frame)
 
     def _send(self, caller: Caller, frame: bytes) -> None:

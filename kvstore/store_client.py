@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
 from moonpool.kvstore.items import Put
-from moonpool.kvstore.sync_client import Key, SyncStoreClient
+from moonpool.kvstore.sync_client import FETCH_MS, Key, SyncStoreClient
 
 T = TypeVar("T")
 
@@ -35,15 +35,16 @@ class StoreClient:
 
     @classmethod
     async def connect(
-        cls, path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT
+        cls, path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT, fetch_ms: int = FETCH_MS
     ) -> StoreClient:
-        """``path``: a store node's socket, or the state folder it lies in.
+        """``path``: a store node's socket, or the state folder it lies in. ``fetch_ms``: how long a get may wait for what is
+        not in this host's memory, but on its SSD tier or with another node; 0: such values are misses.
 
         ConfigError where there is no socket; PeerSilent where nobody answers.
         """
         thread = ThreadPoolExecutor(1, "store client")
         try:
-            connect = partial(SyncStoreClient.connect, path, namespace=namespace, tenant=tenant)
+            connect = partial(SyncStoreClient.connect, path, namespace=namespace, tenant=tenant, fetch_ms=fetch_ms)
             return cls(await asyncio.get_running_loop().run_in_executor(thread, connect), thread)
         except BaseException:
             thread.shutdown(wait=False)
@@ -51,9 +52,9 @@ class StoreClient:
 
     @staticmethod
     def connect_sync(
-        path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT
+        path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT, fetch_ms: int = FETCH_MS
     ) -> SyncStoreClient:
-        return SyncStoreClient.connect(path, namespace=namespace, tenant=tenant)
+        return SyncStoreClient.connect(path, namespace=namespace, tenant=tenant, fetch_ms=fetch_ms)
 
     async def close(self) -> None:
         """Waits for the calls that were begun. Again is a no-op."""

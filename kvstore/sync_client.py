@@ -26,6 +26,7 @@ from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Kind, Link
 
 Key = str | bytes
+FETCH_MS = 2_000
 T = TypeVar("T")
 
 
@@ -34,10 +35,11 @@ class SyncStoreClient:
     connects anew. A value once put does not change: remove it first to put another.
     """
 
-    def __init__(self, path: Path, namespace: str, tenant: str) -> None:
+    def __init__(self, path: Path, namespace: str, tenant: str, fetch_ms: int) -> None:
         self._path = path
         self._namespace = namespace
         self._tenant = tenant
+        self._fetch_ms = fetch_ms
         self._number = secrets.randbits(32)  # tells the clients of one process apart
         self._lock = Lock()
         self._link: HostLink | None = None
@@ -47,13 +49,14 @@ class SyncStoreClient:
 
     @classmethod
     def connect(
-        cls, path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT
+        cls, path: str | os.PathLike[str], *, namespace: str = "default", tenant: str = DEFAULT_TENANT, fetch_ms: int = FETCH_MS
     ) -> SyncStoreClient:
-        """``path``: a store node's socket, or the state folder it lies in.
+        """``path``: a store node's socket, or the state folder it lies in. ``fetch_ms``: how long a get may wait for what is
+        not in this host's memory, but on its SSD tier or with another node; 0: such values are misses.
 
         ConfigError where there is no socket; PeerSilent where nobody answers.
         """
-        client = cls(find_socket(Path(path)), namespace, tenant)
+        client = cls(find_socket(Path(path)), namespace, tenant, fetch_ms)
         client._call(lambda link: None)
         return client
 
@@ -101,7 +104,7 @@ class SyncStoreClient:
         """``get`` for each key, in batches."""
         if into is not None and len(into) != len(keys):
             raise InvalidRequest(f"into: {len(into)} targets for {len(keys)} keys", param="into")
-        return self._call(lambda link: get_values(link, [self.key(key) for key in keys], into))
+        return self._call(lambda link: get_values(link, [self.key(key) for key in keys], into, self._fetch_ms))
 
     def exists(self, key: Key) -> bool:
         return self.exists_many([key])[0]

@@ -10,7 +10,8 @@ from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
-from moonpool.kvstore.checks import checked_keys, checked_use
+from moonpool.kvstore.checks import MAX_KEYS, checked_keys, checked_use
+from moonpool.kvstore.elsewhere import path_to
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import abort
@@ -53,6 +54,21 @@ class ReplicationCalls:
             evictable_bytes=self._node.pool.evictable_bytes,
             leaving=self._node.leaving.begun,
         )
+
+    async def Paths(self, request: pb.store.KeysRequest, context: Any) -> pb.store.PathsReply:
+        try:
+            keys = checked_keys(request.keys)
+        except MoonpoolError as e:
+            await abort(context, e)
+        reply, index, left = pb.store.PathsReply(), self._node.pool.held.index, MAX_KEYS
+        for key in keys:
+            path, rows = reply.paths.add(), path_to(index, key)
+            left -= len(rows)
+            if not rows or left < 0:
+                continue
+            path.keys.extend(index.key[at] for at in rows)
+            to_wire(self._node.pool.held.accounts.layout_of[index.account[rows[-1]]], path.layout)
+        return reply
 
     async def MoveOut(self, request: pb.store.MoveOutRequest, context: Any) -> pb.store.MoveOutReply:
         try:

@@ -987,3 +987,47 @@ class StatsReply(message.Message):
     _ClearFieldArgType: _TypeAlias = typing.Literal["numbers", b"numbers", "words", b"words"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Path(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """from the first block of the sequence on; none: the key is not here"""
+
+    @builtins.property
+    def layout(self) -> types_pb2.KVLayout: ...
+    def __init__(
+        self,
+        *,
+        keys: abc.Iterable[builtins.bytes] | None = ...,
+        layout: types_pb2.KVLayout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PathsReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    PATHS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def paths(self) -> containers.RepeatedCompositeFieldContainer[Path]:
+        """one for each key"""
+
+    def __init__(
+        self,
+        *,
+        paths: abc.Iterable[Path] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["paths", b"paths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...

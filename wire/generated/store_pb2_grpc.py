@@ -120,6 +120,11 @@ class StoreStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.FromString,
                 _registered_method=True)
+        self.Paths = channel.unary_unary(
+                '/moonpool.v1.Store/Paths',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.FromString,
+                _registered_method=True)
         self.MoveOut = channel.unary_unary(
                 '/moonpool.v1.Store/MoveOut',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutRequest.SerializeToString,
@@ -272,6 +277,13 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Paths(self, request, context):
+        """the blocks that lead to each key, for who knows only the last; pins nothing
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MoveOut(self, request, context):
         """before leaving: take nothing new, copy out what nobody else holds
         """
@@ -399,6 +411,11 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Exists,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.SerializeToString,
+            ),
+            'Paths': grpc.unary_unary_rpc_method_handler(
+                    servicer.Paths,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.SerializeToString,
             ),
             'MoveOut': grpc.unary_unary_rpc_method_handler(
                     servicer.MoveOut,
@@ -890,6 +907,33 @@ class Store:
             '/moonpool.v1.Store/Exists',
             moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_store__pb2.ExistsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Paths(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Paths',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.FromString,
             options,
             channel_credentials,
             insecure,

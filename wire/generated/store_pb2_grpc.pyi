@@ -65,6 +65,8 @@ class StoreStub:
     """as Fetch, but without a reader: the copies just stay"""
     Exists: _grpc.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.ExistsReply]
     """each key for itself, in any tier; pins nothing"""
+    Paths: _grpc.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.PathsReply]
+    """the blocks that lead to each key, for who knows only the last; pins nothing"""
     MoveOut: _grpc.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]
     """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _grpc.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]
@@ -112,6 +114,8 @@ class StoreAsyncStub(StoreStub):
     """as Fetch, but without a reader: the copies just stay"""
     Exists: _aio.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.ExistsReply]  # type: ignore[assignment]
     """each key for itself, in any tier; pins nothing"""
+    Paths: _aio.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.PathsReply]  # type: ignore[assignment]
+    """the blocks that lead to each key, for who knows only the last; pins nothing"""
     MoveOut: _aio.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]  # type: ignore[assignment]
     """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _aio.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]  # type: ignore[assignment]
@@ -258,6 +262,14 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ExistsReply, _abc.Awaitable[_store_pb2.ExistsReply]]:
         """each key for itself, in any tier; pins nothing"""
+
+    @_abc_1.abstractmethod
+    def Paths(
+        self,
+        request: _store_pb2.KeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.PathsReply, _abc.Awaitable[_store_pb2.PathsReply]]:
+        """the blocks that lead to each key, for who knows only the last; pins nothing"""
 
     @_abc_1.abstractmethod
     def MoveOut(
