@@ -8,7 +8,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.core.layout import KVLayout
+from moonpool.core.errors import Bug
+from moonpool.core.layout import SLOT_ALIGN, KVLayout
 from moonpool.core.use import Use
 
 
@@ -53,3 +54,9 @@ class Recovered:
     layout: str
     extent: int
     use: Use
+
+
+def require_slot(data: NDArray[np.uint8], layout: KVLayout) -> None:
+    """Bug where direct I/O could not use it."""
+    if data.nbytes != layout.slot_bytes or data.dtype != np.uint8 or data.__array_interface__["data"][0] % SLOT_ALIGN:
+        raise Bug(f"a slot of {layout.slot_bytes} page-aligned bytes is needed, not {data.nbytes} bytes at that address")

@@ -24,6 +24,7 @@ from moonpool.kvstore.ssd.format import (
 )
 
 LONGEST = 64  # extents in one system call; each takes two of its 1,024 buffers
+RUN_BYTES = 4 << 20  # most bytes of one system call
 
 
 class Fault(StrEnum):
@@ -57,6 +58,11 @@ class Place:
     @property
     def size(self) -> int:
         return self.count * extent_bytes(self.layout)
+
+
+def longest(layout: KVLayout, n: int, threads: int) -> int:
+    """Extents in one system call where ``n`` are to be moved: few enough that every thread gets some."""
+    return max(1, min(-(-n // threads), RUN_BYTES // extent_bytes(layout), LONGEST))
 
 
 @dataclass

@@ -88,6 +88,12 @@ class Segments:
             number, position = split_extent(extent)
             self.space.segments[number].written[position] = 1
 
+    def pinned(self, run: Sequence[int], layout: KVLayout) -> tuple[Segment, Place]:
+        """As ``place``, and the run stays where it is until it is unpinned."""
+        segment, place = self.place(run, layout)
+        self.pin(segment, run)
+        return segment, place
+
     def pin(self, segment: Segment, run: Iterable[int]) -> None:
         for extent in run:
             segment.pin(split_extent(extent)[1])
