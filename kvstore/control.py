@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.events import Tier
@@ -190,7 +190,9 @@ class Control:
             return
         keys = list(filter(lambda key: self._is_of(key, model, tenant), self._index.keys()))
         for end in range(len(keys), 0, -PART):  # children come after their parents
-            yield self.drop(keys[max(end - PART, 0) : end], dry_run=False)
+            part = keys[max(end - PART, 0) : end]
+            gone = self._pool.clear(part, model=model, tenant=tenant)
+            yield replace(gone, kept=len(part) - gone.cleared)  # what follows the part was counted with another one
 
     def _is_of(self, key: bytes, model: str, tenant: str) -> bool:
         row, accounts = self._index.row(key), self._pool.held.accounts

@@ -61,6 +61,8 @@ class LowerTiers:
         if self._ssd is not None:
             self.ladder = Ladder(pool, self._ssd, views, self._config, clock, changed)
             self.ladder.start()
+            for layout in pool.held.layouts.values():
+                self.ladder.register(layout)
         if self._shared is not None:
             self.sharing = Sharing(pool, self._shared, views, me, clock, changed)
 
