@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle  # noqa: TID251  to write one; what reads it is the test itself
 import random
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import psutil
 import pytest
 from support.cluster import SPLIT, LocalCluster, complete, running
 
+from moonpool.core.membership import Liveness
 from moonpool.wire import pb
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -152,6 +155,32 @@ def rpc_methods() -> list[str]:
     modules = [getattr(pb, name) for name in pb.__all__ if not name.endswith("_rpc")]
     services = [service for module in modules for service in module.DESCRIPTOR.services_by_name.values()]
     return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+
+
+async def test_a_store_node_that_is_stopped_leaves_its_blocks_to_the_other_and_comes_back_empty(cluster: LocalCluster) -> None:
+    ids = prompt(700, 400)
+    async with cluster.client() as client:
+        first = await complete(client, ids, 4)
+        cluster.assert_idle()
+        before = cluster.member("store-b")
+        elsewhere = cluster.stats("store-a").numbers["blocks_findable"]
+        os.kill(before.pid, signal.SIGTERM)
+        cluster.until(
+            lambda: live_again(cluster, "store-b", before.incarnation) and cluster.stats("decode-0").numbers["store_connected"],
+            "store-b is back and its decode worker connected",
+            60,
+        )
+        assert cluster.stats("store-a").numbers["blocks_findable"] >= elsewhere + 10
+        assert cluster.stats("store-b").numbers["blocks_findable"] == 0
+        cluster.clear_device_pages("prefill-0", "prefill-1", "decode-0")
+        again = await complete(client, ids, 4)
+    assert (first.cached, again.cached) == (0, 640)
+    cluster.assert_idle()
+
+
+def live_again(cluster: LocalCluster, name: str, incarnation: int) -> bool:
+    change = cluster.changes()[name]
+    return change.liveness is Liveness.LIVE and change.member.incarnation > incarnation and change.member.ready
 
 
 async def test_pickles_sent_to_everything_that_listens_run_nothing_and_stop_nothing(
