@@ -128,8 +128,8 @@ class SsdTier:
 
     async def write(self, blocks: Sequence[Write]) -> list[int | None]:
         """The extent of each block, or None: no room, or it could not be written. Parents before children, please."""
-        for block in blocks:
-            self.register(block.layout)
+        for layout in {block.layout for block in blocks}:
+            self.free(found.extent for found in self.register(layout))  # nobody asked for what is there
         return await self._writer.write(blocks)
 
     async def read(self, reads: Sequence[Read], deadline_s: float) -> list[ReadEnd]:
