@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.store import LAYOUT, Roll, block_bytes, block_keys, config, member, store_node, until, worker
+from support.toll_gate import Toll, TollGate
 
+from moonpool.core.config import TransferConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId, Role
-from moonpool.core.membership import Liveness
+from moonpool.core.landing import LandingSlot
+from moonpool.core.membership import Liveness, Member
 from moonpool.core.request import Attempt, Request, SamplingParams
+from moonpool.kvstore.claims import Life
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher, PushLanding
+from moonpool.kvstore.transfer import tcp_wire
+from moonpool.kvstore.transfer.carrier import Endpoint, Receiver
+from moonpool.kvstore.transfer.choose import NoticesOf
+from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
 
 TAIL = 5
 PAGES = np.random.default_rng(5).integers(0, 255, (8, LAYOUT.layers, LAYOUT.slice_bytes), dtype=np.uint8)
@@ -214,6 +223,47 @@ async def test_room_is_made_by_cutting_off_the_silent_writer_and_nobody_else(tmp
 
 def require_bytes(node: StoreNode, landing: PushLanding) -> None:
     for slot in landing.landing.slots:
-        at = slot.slot.offset
-        held = node.regions.views[slot.slot.region][at : at + LAYOUT.block_bytes].reshape(LAYOUT.layers, -1)
-        assert (held == PAGES[slot.block]).all()
+        require_slot(node, slot)
+
+
+def require_slot(node: StoreNode, slot: LandingSlot) -> None:
+    at = slot.slot.offset
+    held = node.regions.views[slot.slot.region][at : at + LAYOUT.block_bytes].reshape(LAYOUT.layers, -1)
+    assert (held == PAGES[slot.block]).all()
+
+
+class Gated(TcpReceiver):
+    """Reached through a gate only."""
+
+    gate: TollGate
+
+    def describe(self, writer: Life | None = None) -> Endpoint:
+        real = super().describe(writer)
+        return replace(real, metadata=replace(tcp_wire.Address.decode(real.metadata), port=self.gate.port).encode())
+
+
+@pytest.mark.parametrize("toll", [Toll(up=3_000), Toll(down=10), Toll(up=0), Toll(up=20_000)], ids=str)
+async def test_a_connection_that_breaks_while_a_landing_is_filled_is_mended_and_its_slots_serve_again(
+    tmp_path: Path, toll: Toll
+) -> None:
+    roll, made = Roll(), list[Gated]()
+
+    def receivers(_: TransferConfig, who: Member, heard: NoticesOf) -> list[Receiver]:
+        made.append(Gated(who, heard("tcp")))
+        return list(made)
+
+    settings = config(tmp_path, slots=8, transfer={"carrier": "tcp"})
+    async with store_node(settings, roll, receivers=receivers) as node, worker(node) as (client, _):
+        address = tcp_wire.Address.decode(TcpReceiver.describe(made[0]).metadata)
+        with TollGate(address.host, address.port, toll) as gate:
+            made[0].gate = gate
+            async with pusher_of(roll, node) as pusher:
+                for name in ("first", "second", "third"):
+                    landing = await grant(pusher, node, name, block_keys(name, 7), TAIL)
+                    await asyncio.to_thread(push, landing)
+                    await asyncio.wait_for(landing.drain(), 10)
+                    assert landing.failure is None
+                    for slot in landing.landing.slots[:-1]:
+                        require_slot(node, slot)
+                    await client.end_landing(landing.landing.id)
+        assert node.numbers()["endpoint_remakes"] == 0
