@@ -194,24 +194,24 @@ def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Pat
         assert watching.wait(10) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("lookup",), "exactly one of --keys and --prompt"),
-        (("lookup", "--keys", "xyz"), "--keys: 'xyz' is no block key; one has 32 hex digits"),
-        (("lookup", "--keys", "@missing.txt"), "--keys: cannot read missing.txt"),
-        (("lookup", "--keys", HEX, "--node", "z"), "--node: 'z' is no live store node; use one of a, b"),
-        (("copy", "--keys", HEX, "--from", "a", "--to", "a"), "--to: 'a' is the source, too"),
-        (("copy", "--keys", HEX, "--from", "q", "--to", "a"), "node: 'q' is no live store node"),
-        (("clear",), "exactly one of --keys, --prompt, --model, --tenant, --everything"),
-        (("clear", "--everything", "--tenant", "t"), "exactly one of"),
-        (("quota", "--tenant", "t"), "give --tenant and --bytes to set one"),
-        (("quota", "--tenant", "t", "--bytes", "lots"), "--bytes: 'lots' is no size"),
-    ],
-)
-def test_a_mistake_names_what_is_wrong_and_changes_nothing(shell: Shell, words: tuple[str, ...], named: str) -> None:
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("lookup",), "exactly one of --keys and --prompt"),
+    (("lookup", "--keys", "xyz"), "--keys: 'xyz' is no block key; one has 32 hex digits"),
+    (("lookup", "--keys", "@missing.txt"), "--keys: cannot read missing.txt"),
+    (("lookup", "--keys", HEX, "--node", "z"), "--node: 'z' is no live store node; use one of a, b"),
+    (("copy", "--keys", HEX, "--from", "a", "--to", "a"), "--to: 'a' is the source, too"),
+    (("copy", "--keys", HEX, "--from", "q", "--to", "a"), "node: 'q' is no live store node"),
+    (("clear",), "exactly one of --keys, --prompt, --model, --tenant, --everything"),
+    (("clear", "--everything", "--tenant", "t"), "exactly one of"),
+    (("quota", "--tenant", "t"), "give --tenant and --bytes to set one"),
+    (("quota", "--tenant", "t", "--bytes", "lots"), "--bytes: 'lots' is no size"),
+]
+
+
+def test_a_mistake_names_what_is_wrong_and_changes_nothing(shell: Shell) -> None:
     shell.publish("a")
-    done = shell(*words)
-    assert isinstance(done.exception, MoonpoolError), done.output
-    assert named in done.exception.message
+    for words, named in MISTAKES:
+        done = shell(*words)
+        assert isinstance(done.exception, MoonpoolError), done.output
+        assert named in done.exception.message
     assert shell.leading() == [5, 0]

@@ -129,27 +129,27 @@ async def test_a_quota_is_shown_and_set_and_its_owner_pays_with_its_own_blocks(t
         assert (await stub.SetQuota(pb.store_admin.SetQuotaRequest(tenant="alice", dry_run=True))).before == 0
 
 
-@pytest.mark.parametrize(
-    ("verb", "request_", "said"),
-    [
-        ("Inspect", pb.store_admin.InspectRequest(keys=[b"short"]), "a block key has 16 bytes, this one 5"),
-        ("Inspect", pb.store_admin.InspectRequest(keys=[KEYS[0], KEYS[0]]), "one key twice"),
-        ("Drop", pb.store_admin.DropRequest(keys=[b""]), "a block key has 16 bytes"),
-        ("Clean", pb.store_admin.CleanRequest(), "exactly one of keys, model, tenant, everything"),
-        ("Clean", pb.store_admin.CleanRequest(tenant="t" * 300), "tenant: 300 characters; at most 256"),
-        ("Hold", pb.store_admin.HoldRequest(keys=KEYS), "tenant: it is empty"),
-        ("SetQuota", pb.store_admin.SetQuotaRequest(tenant="default", bytes=1), "has no quota; name another"),
-        ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="int8"), "store.codecs of node a allows none"),
-        ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="zip"), "'zip' is unknown; use one of raw, int8, fp8"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_name(tmp_path: Path, verb: str, request_: Any, said: str) -> None:
+BAD_REQUESTS: list[tuple[str, Any, str]] = [
+    ("Inspect", pb.store_admin.InspectRequest(keys=[b"short"]), "a block key has 16 bytes, this one 5"),
+    ("Inspect", pb.store_admin.InspectRequest(keys=[KEYS[0], KEYS[0]]), "one key twice"),
+    ("Drop", pb.store_admin.DropRequest(keys=[b""]), "a block key has 16 bytes"),
+    ("Clean", pb.store_admin.CleanRequest(), "exactly one of keys, model, tenant, everything"),
+    ("Clean", pb.store_admin.CleanRequest(tenant="t" * 300), "tenant: 300 characters; at most 256"),
+    ("Hold", pb.store_admin.HoldRequest(keys=KEYS), "tenant: it is empty"),
+    ("SetQuota", pb.store_admin.SetQuotaRequest(tenant="default", bytes=1), "has no quota; name another"),
+    ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="int8"), "store.codecs of node a allows none"),
+    ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="zip"), "'zip' is unknown; use one of raw, int8, fp8"),
+]
+
+
+async def test_a_bad_request_is_refused_by_name(tmp_path: Path) -> None:
     async with admin(tmp_path) as (node, stub):
         await publish(node, KEYS)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await getattr(stub, verb)(request_)
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert said in (caught.value.details() or "")
+        for verb, request, said in BAD_REQUESTS:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await getattr(stub, verb)(request)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert said in (caught.value.details() or "")
         assert node.pool.lookup(KEYS) == 5
 
 
