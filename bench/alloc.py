@@ -34,7 +34,7 @@ REGION = 256 * MIB
 BURST = 128  # blocks at most, at least 1
 CONTINUED = 0.25  # of the bursts
 TURNS = 4  # bursts of one conversation at most
-SWINGS = 4  # of the mix, from 10 % of one layout to 90 % and back, over the measured part
+SWINGS = 1  # of the mix, from 10 % of one layout to 90 % and back, over the measured part
 WRITER = Life(MemberId("worker"), Incarnation(1))
 SESSION = 1
 

@@ -346,17 +346,20 @@ class Holdings:
     def none_coming(self, keys: Iterable[bytes]) -> bool:
         return self._writing.keys().isdisjoint(keys)
 
-    def expect(self, keys: Iterable[bytes]) -> None:
+    def expect(self, keys: Sequence[bytes]) -> None:
+        """Somebody writes blocks of these keys, each of which is named once."""
         writing = self._writing
+        if writing.keys().isdisjoint(keys):
+            writing.update(dict.fromkeys(keys, 1))
+            return
         for key in keys:
             writing[key] = writing.get(key, 0) + 1
 
-    def expect_no_more(self, keys: Iterable[bytes]) -> None:
+    def expect_no_more(self, keys: Sequence[bytes]) -> None:
         writing = self._writing
-        for key in keys:
-            left = writing.pop(key) - 1
-            if left:
-                writing[key] = left
+        left = list(map(writing.pop, keys))
+        if left.count(1) < len(left):
+            writing.update((key, n - 1) for key, n in zip(keys, left, strict=True) if n > 1)
 
     def mismatch(self, place: str) -> None:
         """Count by ``place``, a short name that comes from a peer: at most ``PLACES`` of them, made fit to be a metric's."""

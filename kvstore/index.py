@@ -31,7 +31,8 @@ from moonpool.kvstore.eviction.policy import EvictionPolicy, Follower
 NONE, MANY = -1, -2  # no row, slot or extent; and in ``child``: several
 # Flags of a row: findable; candidate in either tier; chosen to be evicted from DRAM, but not yet; held by somebody.
 FOUND, IN_DRAM, ON_SSD, CHOSEN, SOFT, HARD = 1, 2, 4, 8, 16, 32
-GROW = 1024  # rows made at once
+GROW = 1024  # rows made at once, at least
+FEW = 4  # so few rows are not worth the trouble of handling them all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class BlockIndex:
         self.parent = array("i")
         self.child = array("i")  # NONE, the only child, or MANY: then they are in ``_children``
         self.slot = array("i")
-        self.extent = array("q")
+        self.extent = array("b" if ssd_policy is None else "q")  # without an SSD tier all are NONE: a byte says so
         self.account = array("H")
         self.used = array("f")
         self.flags = bytearray()
@@ -197,7 +198,15 @@ class BlockIndex:
             self._link(rows[0], parent)
         names, parents, child, accounts = self.key, self.parent, self.child, self.account
         used, flags = self.used, self.flags
-        above = parent
+        above, start, end = parent, rows[0], rows[0] + n
+        if not apart and n > FEW and rows == list(range(start, end)):  # usual: rows of a sequence are given back in order
+            names[start:end] = keys
+            parents[start:end] = array("i", (parent, *rows[:-1]))
+            child[start:end] = array("i", (*rows[1:], NONE))
+            accounts[start:end] = array("H", (account,)) * n
+            used[start:end] = array("f", (now,)) * n
+            flags[start:end] = bytes((FOUND,)) * n
+            return rows
         for row, key in zip(rows, keys, strict=True):
             names[row] = key
             parents[row] = above
@@ -215,14 +224,14 @@ class BlockIndex:
         return rows
 
     def _grow(self) -> None:
-        first = len(self.key)
-        self.key.extend([b""] * GROW)
+        first, more = len(self.key), max(GROW, len(self.key) // 16)
+        self.key = self.key + [b""] * more  # a new list, because one that is extended takes an eighth more than it needs
         for column in (self.parent, self.child, self.slot, self.extent):
-            column.extend([NONE] * GROW)
-        self.account.extend([0] * GROW)
-        self.used.extend([0.0] * GROW)
-        self.flags.extend(bytes(GROW))
-        self._spare.extend(range(first + GROW - 1, first - 1, -1))
+            column.extend([NONE] * more)
+        self.account.extend([0] * more)
+        self.used.extend([0.0] * more)
+        self.flags.extend(bytes(more))
+        self._spare.extend(range(first + more - 1, first - 1, -1))
 
     def add_on_ssd(self, key: bytes, parent: int, extent: int, account: int, use: Use, now: float) -> int:
         """A block that only SSD has. Bug where it is here already."""
@@ -280,23 +289,32 @@ class BlockIndex:
                     start = at + 1
 
     def pin(self, rows: Iterable[int]) -> None:
-        pins, fresh = self.pins, []
+        pins, busy, flags, slot, extent, parent = self.pins, self._busy, self.flags, self.slot, self.extent, self.parent
+        fresh = []
         for row in rows:
             if row in pins:
                 pins[row] += 1
                 continue
-            was = self._is_stuck(row)
             pins[row] = 1
             fresh.append(row)
-            if self.flags[row] & FOUND:
-                self._raise_busy(row)
-                self._count_stuck(row, was)
+            if flags[row] & FOUND:
+                n = busy.get(row, 0)
+                if slot[row] >= 0 and not (n and (extent[row] < 0 or flags[row] & HARD)):
+                    self.stuck[self._size(row)] += 1
+                busy[row] = n + 1
+                if not n and (above := parent[row]) >= 0:
+                    if above in busy:
+                        busy[above] += 1
+                    else:
+                        self._raise_busy(above)
+                        self._count_stuck(above, False)
         if fresh:
             self.refresh(fresh)
 
     def unpin(self, rows: Iterable[int]) -> list[int]:
         """The slots to release: of rows that were withdrawn, and of which this was the last pin."""
-        pins, last = self.pins, []
+        pins, busy, flags, slot, extent = self.pins, self._busy, self.flags, self.slot, self.extent
+        last = []
         for row in rows:
             left = pins.get(row, 0) - 1
             if left > 0:
@@ -304,11 +322,16 @@ class BlockIndex:
                 continue
             if left < 0:
                 raise Bug(f"block {self.key[row].hex()}: unpinned more often than pinned")
-            was = self._is_stuck(row)
             del pins[row]
             last.append(row)
-            if self.flags[row] & FOUND:
-                self._lower_busy(row, was)
+            if flags[row] & FOUND:
+                n = busy[row]
+                if n == 1:
+                    self._lower_busy(row, slot[row] >= 0)
+                else:
+                    busy[row] = n - 1
+                    if slot[row] >= 0 and extent[row] >= 0 and not flags[row] & HARD:
+                        self.stuck[self._size(row)] -= 1
         gone = [row for row in last if not self.flags[row] & FOUND]
         if len(gone) < len(last):
             self.refresh(last)
@@ -479,21 +502,20 @@ class BlockIndex:
 
     def drop(self, rows: Sequence[int]) -> list[int]:
         """Evict from DRAM what was chosen; what SSD has, too, stays findable there. Returns the slots, one for each row."""
-        slot, extent, flags = self.slot, self.extent, self.flags
-        slots, gone, stay = [], [], []
-        in_dram, size_of, slots_of, account = self.in_dram, self._accounts.size_of, self._accounts.slots_of, self.account
-        for row in rows:
-            slots.append(slot[row])
-            slot[row] = NONE
-            in_dram[size_of[account[row]]] -= 1
-            slots_of[account[row]] -= 1
-            if extent[row] < 0:
-                gone.append(row)
-            else:
-                stay.append(row)
-                self.clean[size_of[account[row]]] -= 1
+        slot, extent, flags, names = self.slot, self.extent, self.flags, self.key
+        size_of, slots_of = self._accounts.size_of, self._accounts.slots_of
+        for account, n in Counter(map(self.account.__getitem__, rows)).items():
+            self.in_dram[size_of[account]] -= n
+            slots_of[account] -= n
+        slots = [slot[row] for row in rows]
+        gone, stay = rows, []
+        if self.on_ssd:
+            gone = [row for row in rows if extent[row] < 0]
+            stay = [row for row in rows if extent[row] >= 0]
+            for row in stay:
+                slot[row] = NONE
+                self.clean[self._size(row)] -= 1
                 flags[row] &= ~(IN_DRAM | CHOSEN)
-        names = self.key
         self._log.record(BlockChange.REMOVED, Tier.G2, [names[row] for row in rows])
         self.policy.removed(rows)
         if gone:
@@ -503,21 +525,25 @@ class BlockIndex:
 
     def _remove(self, rows: Sequence[int]) -> list[int]:
         """These leaves, without pins, are in no tier any more. Returns parents, which may be candidates now."""
-        found, names, parent, child, flags = self._found, self.key, self.parent, self.child, self.flags
-        parents = []
+        found, names, parent, child, flags, slot = self._found, self.key, self.parent, self.child, self.flags, self.slot
+        parents, above = [], NONE
         for row in rows:
+            if above >= 0 and above != row:
+                parents.append(above)  # else it goes, too, right after its child
             del found[names[row]]
             names[row] = b""
             flags[row] = 0
+            slot[row] = NONE
             above = parent[row]
             if above >= 0:
                 if child[above] == row:
                     child[above] = NONE
-                    parents.append(above)
                 else:
                     self._unlink(row, above)
+        if above >= 0:
+            parents.append(above)
         self._spare.extend(rows)
-        return [row for row in parents if flags[row]] if parents else parents
+        return [row for row in parents if flags[row]]
 
     def _link(self, row: int, parent: int) -> None:
         only = self.child[parent]
@@ -596,7 +622,9 @@ class BlockIndex:
 
     def _extents(self) -> NDArray[np.int64]:
         """A view: nothing may be added to the index while it is in use."""
-        return np.frombuffer(self.extent, np.int64) if len(self.extent) else np.empty(0, np.int64)
+        if self.ssd_policy is None or not len(self.extent):
+            return np.empty(0, np.int64)
+        return np.frombuffer(self.extent, np.int64)
 
     def withdraw(self, key: bytes) -> tuple[int, list[int]]:
         """Remove ``key`` and its descendants: how many, and the slots to release.

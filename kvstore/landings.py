@@ -120,7 +120,7 @@ class Landings:
         claim = LandingClaim(landing, ask, account, by_slot, [row for _, row in held], anchor, len(targets))
         self._claims[landing.id] = claim
         self._granted[ask.request, ask.attempt, ask.writer] = landing.id
-        self._held.expect(target.key for target in targets if target.coming)
+        self._held.expect([target.key for target in targets if target.coming])
         return landing
 
     def expected(self, notice: PushNotice) -> tuple[KVLayout | None, list[Expected]]:

@@ -116,7 +116,7 @@ class Reservations:
             used += n
             self._add(batch)
             ids[start : start + n] = range(batch.first, batch.first + n)
-            places[start : start + n] = map(held.slots.place, batch.slots)
+            places[start : start + n] = held.slots.places(batch.slots)
         return Answers(keys, states, ids, places)
 
     def reserve_apart(
@@ -233,7 +233,7 @@ class Reservations:
         """The session's batches with the places in them, ascending. What is unknown, over or somebody else's is counted."""
         batch = self._batches.get(ids[0]) if len(ids) else None
         mine = batch is not None and batch.session == session and len(batch.open) == len(ids)
-        if batch is not None and mine and list(ids) == [batch.first + at for at in batch.open]:
+        if batch is not None and mine and _is_all(ids, batch):
             return [(batch, batch.open)]
         known = 0
         out = []
@@ -258,7 +258,7 @@ class Reservations:
             return
         done = set(places)
         if not batch.fenced:
-            self._held.expect_no_more(batch.keys[at] for at in places)
+            self._held.expect_no_more([batch.keys[at] for at in places])
         batch.open = [at for at in batch.open if at not in done]
 
     def _over(self, batch: Batch) -> None:
@@ -284,6 +284,13 @@ class Reservations:
 
     def writers(self) -> set[Life]:
         return {batch.writer for batch in self._batches.values()}
+
+
+def _is_all(ids: Sequence[int], batch: Batch) -> bool:
+    """Whether ``ids``, as many as are open, are those that are open, in order."""
+    if len(ids) == len(batch.keys):
+        return list(ids) == list(range(batch.first, batch.first + len(ids)))
+    return list(ids) == [batch.first + at for at in batch.open]
 
 
 def _new_runs(states: Sequence[Reserved]) -> list[tuple[int, int]]:

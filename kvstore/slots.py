@@ -33,7 +33,7 @@ LEGAL: dict[SlotState, tuple[SlotState, ...]] = {
 }
 FREE, RESERVED, FENCED = -1, -2, -3  # in the owners' table, where rows of sealed slots are 0 and above
 _STATES = {FREE: SlotState.FREE, RESERVED: SlotState.RESERVED, FENCED: SlotState.FENCED}
-NOWHERE = -1  # in the spans' table: a gap between two spans
+NOWHERE = 0xFFFF  # in the spans' table: a gap between two spans
 
 
 class SlotMap:
@@ -63,7 +63,7 @@ class SlotMap:
         self._shelves: dict[int, Shelf] = {}  # by size in units
         self._carved: dict[int, int] = {}  # by size: slots that ground in no span would give, until it changes
         self._owner = array("i")  # by slot: FREE, RESERVED, FENCED, or the row that it was sealed for
-        self._span_of = array("i")  # by slot
+        self._span_of = array("H")  # by slot
         self._spans: dict[int, Span] = {}
         self._spare_spans: list[int] = []
         self._spare_slots: dict[int, list[int]] = {}  # first slot numbers no longer in use, by how many
@@ -139,6 +139,19 @@ class SlotMap:
         """(region, byte offset in it)."""
         span = self._spans[self._span_of[slot]]
         return span.region, (span.offset + (slot - span.first) * span.size) * SLOT_ALIGN
+
+    def places(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """(region, byte offset in it) of each."""
+        out, spans, span_of, number = [], self._spans, self._span_of, NOWHERE
+        region = base = step = 0
+        for slot in slots:
+            if span_of[slot] != number:
+                number = span_of[slot]
+                span = spans[number]
+                region, step = span.region, span.size * SLOT_ALIGN
+                base = span.offset * SLOT_ALIGN - span.first * step
+            out.append((region, base + slot * step))
+        return out
 
     def ref(self, slot: int, key: bytes) -> SlotRef:
         return SlotRef(*self.place(slot), key)
@@ -265,7 +278,7 @@ class SlotMap:
         number = self._spare_spans.pop() if self._spare_spans else len(self._spans)
         self._spans[number] = span
         insort(self._starts, (span.start, number))
-        self._span_of[span.first : span.first + span.count] = array("i", (number,)) * span.count
+        self._span_of[span.first : span.first + span.count] = array("H", (number,)) * span.count
 
     def _remove(self, number: int) -> Span:
         span = self._spans.pop(number)
@@ -279,7 +292,7 @@ class SlotMap:
         end = span.first + span.count
         shelf.free.cut(run, span.first, end)
         shelf.slots -= span.count
-        self._span_of[span.first : end] = array("i", (NOWHERE,)) * span.count
+        self._span_of[span.first : end] = array("H", (NOWHERE,)) * span.count
         if self._span_of[end] == NOWHERE and (not span.first or self._span_of[span.first - 1] == NOWHERE):
             self._spare_slots.setdefault(span.count, []).append(span.first)  # else: part of a longer span once, no gaps
         self._ground.put(span.start, span.start + span.length)
