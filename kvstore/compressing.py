@@ -58,12 +58,13 @@ Make = Callable[[Bytes], Bytes | None]
 
 
 class Compressor:
-    """Event-loop only. One thing at a time: it is work in the background, also where a reader waits for it."""
+    """Event-loop only. One order to compress at a time, and one part of the copies that readers wait for."""
 
     def __init__(self, node: StoreNode) -> None:
         self._node = node
         self._control = Control(node.pool)
-        self._one = asyncio.Lock()
+        self._compressing = asyncio.Lock()
+        self._decoding = asyncio.Lock()
         self._made = 0
         self._decoded = 0
 
@@ -100,7 +101,7 @@ class Compressor:
         return await asyncio.shield(self._node.spawn(self._compress(keys, made, dry_run)))
 
     async def _compress(self, keys: Sequence[bytes], codec: Codec, dry_run: bool) -> Compressed:
-        async with self._one:
+        async with self._compressing:
             leading = list(takewhile(lambda key: self._can_have_copy(key, codec), keys))
             leading += self._control.after(leading[-1]) if leading else []
             todo = [entry for key in leading if not self._has_copy(key, codec) and (entry := self._source(key)) is not None]
@@ -174,23 +175,30 @@ class Compressor:
         return entry is not None and self.allowed(entry.layout, use)
 
     async def _decode(self, keys: Sequence[bytes], codec: Codec, use: Use, names: list[bytes], until: float) -> None:
-        """Append to ``names`` those of the full blocks made of the copies of ``keys``, until one cannot be made."""
-        async with self._one:
-            for i in range(0, len(keys), STEP):
-                first = self._find(copy_key(keys[i], codec.name))
-                if first is None or self._node.clock() > until:
-                    return
-                small, full = first.layout, replace(first.layout, codec=RAW)
-                part = keys[i : i + STEP]
-                wanted = [read_key(key, codec.name) for key in part]
-                copies = [copy_key(key, codec.name) for key in part]
-                parent = names[-1] if i else None  # of no full block's kin: it is none of those that are encoded
-                await self._node.bring(small, copies, use, until - self._node.clock())
-                self._decoded += await self._make(copies, small, wanted, full, parent, use, partial(decode, codec, full))
-                await self._node.bring(full, wanted, use, until - self._node.clock())  # decoded earlier, and gone down since
-                names += (came := wanted[: self._node.pool.lookup(wanted)])
-                if len(came) < len(wanted):
-                    return
+        """Append to ``names`` those of the full blocks made of the copies of ``keys``, until one cannot be made in time."""
+        parent: bytes | None = None  # of no full block's kin: what was decoded is none of those that are encoded
+        for i in range(0, len(keys), STEP):
+            async with self._decoding:
+                came = await self._decode_part(keys[i : i + STEP], codec, use, parent, until)
+            names += came
+            if len(came) < len(keys[i : i + STEP]):
+                return
+            parent = names[-1]
+
+    async def _decode_part(
+        self, keys: Sequence[bytes], codec: Codec, use: Use, parent: bytes | None, until: float
+    ) -> list[bytes]:
+        """Names of the leading full blocks that are here then."""
+        node = self._node
+        wanted, copies = [read_key(key, codec.name) for key in keys], [copy_key(key, codec.name) for key in keys]
+        first = self._find(copies[0])
+        if first is None or node.clock() > until:
+            return []
+        small, full = first.layout, replace(first.layout, codec=RAW)
+        await node.bring(small, copies, use, until - node.clock())
+        self._decoded += await self._make(copies, small, wanted, full, parent, use, partial(decode, codec, full))
+        await node.bring(full, wanted, use, until - node.clock())  # those decoded earlier that went down since
+        return wanted[: node.pool.lookup(wanted)]
 
     # Both.
 

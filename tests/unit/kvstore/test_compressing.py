@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,16 @@ async def test_copies_go_down_to_ssd_and_serve_from_there_also_after_a_restart(t
         for i, key in enumerate(KEYS):
             require_near(read(client, ticket, i), key)
         await client.unpin(ticket)
+
+
+async def test_readers_of_the_same_copies_at_once_all_get_them_and_each_is_decoded_once(tmp_path: Path) -> None:
+    keys = block_keys("many", 40)
+    async with store_node(settings(tmp_path, slots=96), Roll()) as node, worker(node) as (client, _):
+        await publish(client, keys)
+        await node.compressor.compress(keys, "int8", dry_run=False)
+        tickets = await asyncio.gather(*(client.pin(keys[:n], ALICE, LOAD_MS) for n in (40, 7, 40, 23)))
+        assert [len(ticket.slots) for ticket in tickets] == [40, 7, 40, 23]
+        assert node.numbers()["lossy_copies_decoded"] == 40
+        for ticket in tickets:
+            require_near(read(client, ticket, len(ticket.slots) - 1), keys[len(ticket.slots) - 1])
+            await client.unpin(ticket)
