@@ -1,30 +1,36 @@
-"""One connection to one etcd server, on ``etcd3aio``: every call bounded, every failure an ``Away``.
+"""One connection to one etcd server: every call bounded, every failure an ``Away``.
 
-The library's own retries, leases and watches are not used: its watch resumes at a revision that it may not have heard yet and
-hangs below a compacted one, its leases are not renewed by its locks, its names need ``dns:///``.
+Of ``etcd3aio`` come the messages and stubs. Its retries, leases and watches are not used: its watch resumes at a revision
+that it may not have heard yet and hangs below a compacted one, its locks do not renew their leases, its channels want
+addresses, and its calls share the process's event loops (see ``stream``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
-from etcd3aio import EtcdError, prefix_range_end
-from etcd3aio._protobuf import Compare, WatchCreateRequest, WatchRequest, WatchStub
-from etcd3aio.connections import ConnectionManager
+from etcd3aio import _protobuf as etcd
+from etcd3aio import prefix_range_end
 from etcd3aio.kv import KVService
-from etcd3aio.lease import LeaseService
 
 from moonpool.cluster.etcd.book import Item
+from moonpool.cluster.etcd.stream import Ended, Stream, Unary, unary
 
 T = TypeVar("T")
 
 CALL_S = 2.5
 PAGE = 16  # keys a read asks for at once: what others put there may be large
-MAX_MESSAGE = 32 << 20
+OPTIONS = (
+    ("grpc.lb_policy_name", "pick_first"),  # round_robin would connect again by itself, with everybody else at once
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),  # a back-off of another connection must not hold this one
+    ("grpc.max_receive_message_length", 32 << 20),
+)
 REQUIRE_LEADER = (("hasleader", "true"),)  # a member cut off from the others ends the watch instead of falling behind
 
 
@@ -50,30 +56,27 @@ class Put:
 
 
 class Etcd:
-    """``answered`` is called at every answer: a sign of life."""
+    """``answered`` is called at every answer: a sign of life. Use it on one event loop."""
 
     def __init__(self, endpoint: str, answered: Callable[[], None]) -> None:
-        manager = ConnectionManager([endpoint])
-        manager.target = f"dns:///{endpoint}"
-        manager.grpc_options += [
-            ("grpc.use_local_subchannel_pool", 1),  # a back-off of another connection must not hold this one
-            ("grpc.max_receive_message_length", MAX_MESSAGE),
-        ]
-        self._channel = manager.get_channel()
-        self._kv = KVService(self._channel, max_attempts=1)
-        self._leases = LeaseService(self._channel, max_attempts=1)
-        self._watches = WatchStub(self._channel)
+        self._channel = grpc.insecure_channel(f"dns:///{endpoint}", options=OPTIONS)
+        self._kv, self._leases = etcd.KVStub(self._channel), etcd.LeaseStub(self._channel)
+        self._watches = etcd.WatchStub(self._channel)
+        self._renewals: Stream[Any, Any] | None = None
         self._answered = answered
 
-    async def close(self) -> None:
-        await self._channel.close()
+    def close(self) -> None:
+        if self._renewals:
+            self._renewals.close()
+        self._channel.close()
 
     async def read(self, prefix: bytes) -> tuple[list[Item], int]:
         """Everything under ``prefix`` as of one revision, and that revision."""
         items: list[Item] = []
         start, end, revision = prefix, prefix_range_end(prefix), 0
         while True:
-            page = await self._ask(self._kv.get(start, end, revision=revision, limit=PAGE, timeout=CALL_S))
+            request = etcd.RangeRequest(key=start, range_end=end, revision=revision, limit=PAGE)
+            page = await self._ask(self._kv.Range, request)
             revision = revision or page.header.revision
             items += [Item(kv.key, kv.value, kv.mod_revision) for kv in page.kvs]
             if not page.more:
@@ -81,7 +84,7 @@ class Etcd:
             start = items[-1].key + b"\0"
 
     async def get(self, key: bytes) -> Item | None:
-        found = await self._ask(self._kv.get(key, timeout=CALL_S))
+        found = await self._ask(self._kv.Range, etcd.RangeRequest(key=key))
         return Item(key, found.kvs[0].value, found.kvs[0].mod_revision) if found.kvs else None
 
     async def put_if(
@@ -89,77 +92,77 @@ class Etcd:
     ) -> int | None:
         """All of it, where every key is at its expected revision (0: it is not there). The new revision, or None."""
         compares = [
-            Compare(result=Compare.EQUAL, target=Compare.MOD, key=key, mod_revision=revision)
+            etcd.Compare(result=etcd.Compare.EQUAL, target=etcd.Compare.MOD, key=key, mod_revision=revision)
             for key, revision in expected.items()
         ]
         operations = [KVService.txn_op_put(put.key, put.value, lease=put.lease) for put in puts]
         operations += [KVService.txn_op_delete(key) for key in deletes]
-        done = await self._ask(self._kv.txn(compares, operations, timeout=CALL_S))
+        done = await self._ask(self._kv.Txn, etcd.TxnRequest(compare=compares, success=operations))
         return int(done.header.revision) if done.succeeded else None
+
+    async def compact(self, revision: int) -> None:
+        """History up to ``revision`` is forgotten."""
+        await self._ask(self._kv.Compact, etcd.CompactionRequest(revision=revision, physical=True))
 
     async def grant(self, ttl_s: int) -> tuple[int, float]:
         """A new lease and its seconds; etcd lengthens what is below its own minimum."""
-        granted = await self._ask(self._leases.grant(ttl_s, timeout=CALL_S))
+        granted = await self._ask(self._leases.LeaseGrant, etcd.LeaseGrantRequest(TTL=ttl_s))
         return int(granted.ID), float(granted.TTL)
 
     async def renew(self, lease: int) -> None:
-        call = self._leases.keep_alive(lease)
-
-        async def first() -> int:
-            async with asyncio.timeout(CALL_S):
-                return int((await anext(aiter(call))).TTL)
-
-        try:
-            if await self._ask(first()) <= 0:
-                raise LeaseLost
-        except StopAsyncIteration as e:
-            raise Away("lease: its stream ended") from e
-        finally:
-            call.cancel()
+        """One at a time."""
+        if self._renewals is None:
+            self._renewals = Stream(self._leases.LeaseKeepAlive)
+        self._renewals.send(etcd.LeaseKeepAliveRequest(ID=lease))
+        answer = await self._hear(self._renewals.next(), CALL_S)
+        if answer.TTL <= 0:
+            raise LeaseLost
 
     async def revoke(self, lease: int) -> None:
-        await self._ask(self._leases.revoke(lease, timeout=CALL_S))
+        await self._ask(self._leases.LeaseRevoke, etcd.LeaseRevokeRequest(ID=lease))
 
     async def watch(self, prefix: bytes, revision: int, sign_s: float, quiet_s: float) -> AsyncGenerator[list[Item], None]:
         """Changes from ``revision`` on; an empty list is a sign of life, asked for every ``sign_s``.
 
         Compacted where the revision is gone; Away after ``quiet_s`` without any answer.
         """
-        sign = WatchRequest()
-        sign.progress_request.SetInParent()
-        create = WatchCreateRequest(key=prefix, range_end=prefix_range_end(prefix), start_revision=revision)
-
-        async def requests() -> AsyncIterator[WatchRequest]:
-            yield WatchRequest(create_request=create)
-            while True:
-                await asyncio.sleep(sign_s)
-                yield sign
-
-        call = self._watches.Watch(requests(), metadata=REQUIRE_LEADER)
-        answers = aiter(call)
+        create = etcd.WatchCreateRequest(key=prefix, range_end=prefix_range_end(prefix), start_revision=revision)
+        stream: Stream[Any, Any] = Stream(self._watches.Watch, REQUIRE_LEADER)
+        stream.send(etcd.WatchRequest(create_request=create))
+        signs = asyncio.create_task(_ask_for_signs(stream, sign_s), name="etcd-signs")
         try:
             while True:
-                async with asyncio.timeout(quiet_s):
-                    answer = await self._ask(anext(answers))
+                answer = await self._hear(stream.next(), quiet_s)
                 if answer.canceled:
                     raise Compacted if answer.compact_revision else Away(f"watch cancelled: {answer.cancel_reason}")
                 yield [
                     Item(event.kv.key, event.kv.value if event.type == event.PUT else None, event.kv.mod_revision)
                     for event in answer.events
                 ]
-        except (TimeoutError, StopAsyncIteration) as e:
-            raise Away(f"watch: {type(e).__name__}") from e
         finally:
-            call.cancel()
+            signs.cancel()
+            stream.close()
 
-    async def _ask(self, call: Awaitable[T]) -> T:
+    async def _ask(self, method: Unary[Any], request: object) -> Any:
+        return await self._hear(unary(method, request, CALL_S), 2 * CALL_S)
+
+    async def _hear(self, answering: Awaitable[T], limit_s: float) -> T:
         try:
-            answer = await call
-        except grpc.aio.AioRpcError as e:
+            async with asyncio.timeout(limit_s):
+                answer = await answering
+        except grpc.RpcError as e:
             if e.code() is grpc.StatusCode.NOT_FOUND:
                 raise LeaseLost from e
             raise Away(f"{e.code().name}: {e.details()}") from e
-        except (EtcdError, TimeoutError) as e:
-            raise Away(str(e) or f"no answer within {CALL_S} s") from e
+        except (Ended, TimeoutError, grpc.FutureCancelledError) as e:
+            raise Away(str(e) or f"no answer within {limit_s} s") from e
         self._answered()
         return answer
+
+
+async def _ask_for_signs(stream: Stream[Any, Any], every_s: float) -> None:
+    sign = etcd.WatchRequest()
+    sign.progress_request.SetInParent()
+    while True:
+        await asyncio.sleep(every_s)
+        stream.send(sign)

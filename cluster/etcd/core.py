@@ -101,7 +101,7 @@ class Core:
         finally:
             self.connected = False
             self._trust.lost()
-            await etcd.close()
+            etcd.close()
 
     async def _connected(self, etcd: Etcd) -> None:
         async with asyncio.TaskGroup() as tasks:

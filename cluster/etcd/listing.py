@@ -21,7 +21,7 @@ async def members(registry: str) -> list[MemberChange]:
             trouble = str(e)
             continue
         finally:
-            await etcd.close()
+            etcd.close()
         book = Book(address)
         told = {change.member.id: change for change in book.restart(items, revision)}
         told |= {verdict.change.member.id: verdict.change for verdict in book.verdicts()}

@@ -84,4 +84,4 @@ async def operator(registry: str) -> AsyncIterator[tuple[Etcd, EtcdAddress]]:
     try:
         yield etcd, address
     finally:
-        await etcd.close()
+        etcd.close()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle  # noqa: TID251  to write one, never to read one
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from etcd3aio.kv import KVService
-from support.etcd_members import NAME, Seen, member, members, operator
+from support.etcd_members import NAME, Seen, eventually, member, members, operator
 from support.etcd_server import EtcdServer
 from support.line import Line
 
@@ -35,7 +36,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 async def compact(etcd: Etcd) -> None:
     """Away with all history."""
     _, revision = await etcd.read(b"/moonpool/")
-    await KVService(etcd._channel).compact(revision, physical=True)
+    await etcd.compact(revision)
 
 
 async def test_what_changed_while_a_watcher_was_cut_is_heard_although_its_history_was_compacted(etcd: EtcdServer) -> None:
@@ -139,6 +140,26 @@ async def test_a_silent_line_keeps_the_view_and_is_replaced_when_it_carries_agai
         line.mend()
         await watcher.until(lambda: not watcher.known().member.ready)
         await watcher.peers.leave()
+
+
+async def test_lost_connections_leave_no_thread_and_no_descriptor_behind(etcd: EtcdServer) -> None:
+    async with Line(etcd.port) as line:
+        threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+        one = Seen(etcd.registry.replace(str(etcd.port), str(line.port)))
+        await one.peers.join(member())
+        for lost in range(1, 4):
+            line.cut()
+            await one.shows("registry_connected", lambda connected: not connected)
+            line.mend()
+            await one.shows("registry_connected", bool)
+            assert one.peers.numbers()["registry_attempts"] > lost
+        await eventually(lambda: [t.name for t in threading.enumerate()].count("membership-etcd-stream") == 2)
+        await one.peers.leave()
+
+        def left() -> list[str]:
+            return [t.name for t in set(threading.enumerate()) - threads if not t.name.startswith("asyncio_")]
+
+        await eventually(lambda: not left() and len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 async def test_a_member_cut_off_alone_is_silent_and_fenced_when_it_returns(etcd: EtcdServer) -> None:
