@@ -54,17 +54,21 @@ class Parts:
 
     def take(self, n: int) -> list[memoryview]:
         """The next ``n`` bytes, in views of at most ``STEP``."""
+        parts, number, at = self._parts, self._part, self._at
         out = []
         while n:
-            part, at = self._parts[self._part], self._at
-            end = min(at + min(n, STEP), len(part))
+            part = parts[number]
+            size = len(part)
+            if not at and size <= n and size <= STEP:
+                out.append(part)
+                n -= size
+                number += 1
+                continue
+            end = min(at + min(n, STEP), size)
             out.append(part[at:end])
             n -= end - at
-            if end == len(part):
-                self._part += 1
-                self._at = 0
-            else:
-                self._at = end
+            number, at = (number + 1, 0) if end == size else (number, end)
+        self._part, self._at = number, at
         return out
 
 

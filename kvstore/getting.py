@@ -156,9 +156,11 @@ class Value:
         if views is None or self._refused:
             self._raw, views = values.make_room(self._shape)
         parts = Parts(views)
-        for chunk, place in zip(plan(key, nonce, self._shape.size), places, strict=True):
-            memory = link.memory(place.region, place.offset, need)
-            self.reads.append(read_chunk(memory, place.offset, chunk, parts, header if place is leaf else None))
+        *before, last = plan(key, nonce, self._shape.size)
+        for chunk, place in zip(before, places, strict=False):
+            memory_of = link.memory(place.region, place.offset, need)
+            self.reads.append(read_chunk(memory_of, place.offset, chunk, parts, None))
+        self.reads.append(read_chunk(memory, leaf.offset, last, parts, header))
 
     def finish(self) -> Any:
         """Once ``reads`` are through: what the user gets. DigestMismatch, and no longer sound, where it is damaged."""

@@ -102,11 +102,11 @@ def chunk_keys(key: bytes, nonce: bytes, count: int) -> list[bytes]:
     return [hashlib.blake2b(i.to_bytes(4, "little"), key=key + nonce, digest_size=KEY_BYTES).digest() for i in range(count)]
 
 
-def plan(key: bytes, nonce: bytes, size: int) -> list[Chunk]:
+def plan(key: bytes, nonce: bytes, size: int) -> Sequence[Chunk]:
     """The chunks of a value of ``size`` bytes, the leaf last, all of one layout. InvalidRequest above ``MAX_BYTES``."""
     size_class = class_of(size)
     if size <= CHUNK:
-        return [Chunk(key, size_class, 0, size)]
+        return (Chunk(key, size_class, 0, size),)
     if size > MAX_BYTES:
         raise InvalidRequest(f"value: {size} bytes; at most {MAX_BYTES}", param="value")
     step = CLASSES[size_class]
@@ -154,5 +154,8 @@ def chunks_of(size: int) -> int:
 
 def require_fits(shape: Shape, places: Sequence[Placed]) -> None:
     """DigestMismatch unless a value of this size lies in chunks of these classes."""
-    if shape.size > MAX_BYTES or len(places) != chunks_of(shape.size) or {p.layout for p in places} != {class_of(shape.size)}:
-        raise DigestMismatch(f"a value of {shape.size} bytes does not lie in these {len(places)} chunks")
+    size = shape.size
+    if len(places) == 1 and size <= CHUNK and places[0].layout == class_of(size):
+        return
+    if size > MAX_BYTES or len(places) != chunks_of(size) or {place.layout for place in places} != {class_of(size)}:
+        raise DigestMismatch(f"a value of {size} bytes does not lie in these {len(places)} chunks")

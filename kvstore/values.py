@@ -14,6 +14,8 @@ import numpy as np
 from moonpool.core.errors import DigestMismatch, InvalidRequest
 from moonpool.kvstore.objects import Shape
 
+SMALL = 16 << 10  # buffers below this on average are gathered first
+
 
 class Kind(IntEnum):
     BUFFER = 0
@@ -26,6 +28,15 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _as_bytes(buffer: Any) -> memoryview | None:
+    """[n] bytes of what is plain, contiguous bytes already: the common case, checked at once."""
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError):
+        return None
+    return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else None
+
+
 def _flat(buffer: Any, param: str) -> memoryview:
     """[n] bytes, the same memory where it is contiguous."""
     try:
@@ -35,8 +46,6 @@ def _flat(buffer: Any, param: str) -> memoryview:
             f"{param}: {type(buffer).__name__} is no buffer; give bytes, a numpy array, a torch tensor, or a list of buffers",
             param=param,
         ) from e
-    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
-        return view
     if not view.nbytes:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
@@ -44,8 +53,6 @@ def _flat(buffer: Any, param: str) -> memoryview:
 
 def _of_array(array: np.ndarray[Any, Any], param: str) -> memoryview:
     """[n] bytes, the same memory where it is contiguous."""
-    if array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous:
-        return array.data
     if array.dtype.hasobject or array.dtype.names is not None:
         raise InvalidRequest(f"{param}: dtype {array.dtype} has no plain bytes; give numbers", param=param)
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -60,20 +67,26 @@ def _of_tensor(tensor: Any, param: str) -> memoryview:
 def to_parts(value: Any) -> tuple[Shape, list[memoryview]]:
     """How ``value`` is recorded, and its bytes. InvalidRequest where it is none of what can be stored."""
     if isinstance(value, np.ndarray):
-        part = _of_array(value, "value")
+        part = view_of(value, "value")
         return Shape(Kind.ARRAY, len(part), value.dtype.str, value.shape), [part]
     if _is_tensor(value):
         part = _of_tensor(value, "value")
         return Shape(Kind.TENSOR, len(part), str(value.dtype).removeprefix("torch."), tuple(value.shape)), [part]
     if isinstance(value, list | tuple):
         parts = [view for one in value if len(view := view_of(one, "value"))]
-        return Shape(Kind.BUFFER, sum(map(len, parts))), parts
-    part = _flat(value, "value")
+        size = sum(map(len, parts))
+        if size < SMALL * len(parts):  # one copy more costs less than looking after each of them
+            parts = [memoryview(b"".join(parts))]
+        return Shape(Kind.BUFFER, size), parts
+    part = view_of(value, "value")
     return Shape(Kind.BUFFER, len(part)), [part] if len(part) else []
 
 
 def view_of(value: Any, param: str) -> memoryview:
     """[n] bytes of one buffer, array or tensor."""
+    view = _as_bytes(value)
+    if view is not None:
+        return view
     if isinstance(value, np.ndarray):
         return _of_array(value, param)
     return _of_tensor(value, param) if _is_tensor(value) else _flat(value, param)
@@ -89,6 +102,9 @@ def targets(into: Any) -> list[memoryview]:
 
 def _target(one: Any) -> memoryview:
     """[n] bytes of ``one``'s own memory. InvalidRequest where these would be a copy, or cannot be written."""
+    plain = _as_bytes(one)
+    if plain is not None and not plain.readonly:
+        return plain
     if isinstance(one, np.ndarray):
         own = one.flags.c_contiguous
     elif _is_tensor(one):
