@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 
@@ -65,12 +66,33 @@ def longest(layout: KVLayout, n: int, threads: int) -> int:
     return max(1, min(-(-n // threads), RUN_BYTES // extent_bytes(layout), LONGEST))
 
 
+class Calls(Protocol):
+    """How many system calls may run at once: blocks are checked outside of them, so that the disk is never idle for that."""
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 @dataclass
 class Scratch:
-    """One thread's page-aligned memory, used again for every call."""
+    """One thread's page-aligned memory, used again for every call, and whether it counts as inside a system call."""
 
+    calls: Calls | None = None
+    inside: bool = False
     headers: Bytes = field(default_factory=lambda: aligned(LONGEST * HEADER_BYTES))
     memory: Bytes = field(default_factory=lambda: aligned(HEADER_BYTES))
+
+    def enter(self) -> None:
+        """Before a system call; may wait for others to leave."""
+        if self.calls is not None and not self.inside:
+            self.calls.enter()
+            self.inside = True
+
+    def leave(self) -> None:
+        if self.calls is not None and self.inside:
+            self.inside = False
+            self.calls.leave()
 
     def header(self, i: int) -> Bytes:
         return self.headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
@@ -152,12 +174,15 @@ def read_run(place: Place, into: Sequence[Bytes], scratch: Scratch) -> tuple[lis
     if not place.file.intact():
         return [(ReadEnd.GONE, None)] * len(into), Fault.VANISHED
     one = extent_bytes(place.layout)
+    scratch.enter()
     try:
         done = place.file.read(scratch.buffers(into), place.offset)
     except OSError:
         if len(into) > 1:
             return _one_by_one(place, into, scratch)
         return [(ReadEnd.GONE, None)], Fault.ERROR
+    finally:
+        scratch.leave()
     whole = done // one
     ends = [_checked(place, i, slot, scratch) for i, slot in enumerate(into[:whole])]
     if whole == len(into):
@@ -218,6 +243,7 @@ def _rewrite(
 def _write_stretches(place: Place, wanted: list[bool], slots: Sequence[Bytes], scratch: Scratch) -> Fault:
     """Write header and slot of the extents that are ``wanted``, neighbours in one call; what failed is wanted no more."""
     fault = Fault.NONE
+    scratch.enter()
     for start, end in _stretches(wanted):
         part = [b for i in range(start, end) for b in (scratch.header(i), slots[i])]
         try:

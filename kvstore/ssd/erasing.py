@@ -112,6 +112,7 @@ def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) ->
     if not file.intact():
         return Fault.VANISHED
     scratch.header(0)[:] = 0
+    scratch.enter()
     try:
         for offset in offsets:
             file.write([scratch.header(0)], offset)

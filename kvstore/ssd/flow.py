@@ -2,7 +2,7 @@
 
 Operations are submitted and settled on the event loop. One that a thread has begun is always waited for, since the
 kernel may write its buffers until the call returns; one still queued can be given up at any time, and then nobody ever
-touches its buffers. So a stalled disk delays at most the ``threads`` operations that are inside it.
+touches its buffers. So a stalled disk delays at most the reads that are inside it.
 """
 
 from __future__ import annotations
@@ -42,21 +42,27 @@ class Op(Generic[T]):
 
 
 class Flow:
-    """Event-loop only. ``rates`` are bytes/s by kind; 0: no limit."""
+    """Event-loop only. At most ``calls`` system calls run at once; ``spare`` further threads check blocks meanwhile.
 
-    def __init__(self, threads: int, rates: dict[Kind, float], clock: Callable[[], float]) -> None:
+    ``rates`` are bytes/s by kind; 0: no limit.
+    """
+
+    def __init__(self, calls: int, spare: int, rates: dict[Kind, float], clock: Callable[[], float]) -> None:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._buckets = {kind: TokenBucket(rates.get(kind, 0.0)) for kind in Kind}
         self._gates = dict.fromkeys(Kind, 0.0)  # before this instant the next operation of that kind may not begin
         self._queues: dict[Kind, deque[Op[object]]] = {kind: deque() for kind in Kind}
-        self._ready = threading.Condition()
+        lock = threading.Lock()
+        self._ready = threading.Condition(lock)  # there is something to do
+        self._room = threading.Condition(lock)  # a system call has ended
+        self._calls = calls  # that may begin
         self._closed = False
         self._picked = 0
         self._pace = 0.0  # seconds a byte of a read takes, smoothed
         self.bytes: Counter[Kind] = Counter()  # of operations done
         self.busy = 0
-        self._threads = [threading.Thread(target=self._serve, name=f"ssd {i}", daemon=True) for i in range(threads)]
+        self._threads = [threading.Thread(target=self._serve, name=f"ssd {i}", daemon=True) for i in range(calls + spare)]
         for thread in self._threads:
             thread.start()
 
@@ -102,11 +108,14 @@ class Flow:
     # -- in the threads ----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        scratch = Scratch()
-        while (op := self._next()) is not None:
+        scratch = Scratch(self)
+        while (op := self._next(scratch)) is not None:
             begun = self._clock()
             try:
-                result = op.work(scratch)
+                try:
+                    result = op.work(scratch)
+                finally:
+                    scratch.leave()
             except Exception as e:  # noqa: BLE001 - a bug: raised where the result is awaited
                 self._done(op, begun, lambda f=op.future, e=e: f.set_exception(e))  # type: ignore[misc]
             else:
@@ -122,8 +131,23 @@ class Flow:
                 self._pace = pace if not self._pace else self._pace + SMOOTH * (pace - self._pace)
         self._loop.call_soon_threadsafe(tell)
 
-    def _next(self) -> Op[object] | None:
-        """Waits for work; None when the flow is closed."""
+    def enter(self) -> None:
+        """A thread is about to call the system; waits while as many as may are inside."""
+        with self._room:
+            while not self._calls:
+                self._room.wait()
+            self._calls -= 1
+
+    def leave(self) -> None:
+        with self._room:
+            self._calls += 1
+            self._room.notify()
+            self._ready.notify()
+
+    def _next(self, scratch: Scratch) -> Op[object] | None:
+        """Waits for work; None when the flow is closed. A read is taken only where its system call may begin at once:
+        one that waits can still be given up.
+        """
         with self._ready:
             while True:
                 now = self._clock()
@@ -137,6 +161,9 @@ class Flow:
                         self._loop.call_soon_threadsafe(op.future.set_result, None)
                         continue
                     self._gates[op.kind] = now + self._buckets[op.kind].take(op.size, now)
+                    if op.kind is Kind.READ:
+                        self._calls -= 1
+                        scratch.inside = True
                     self._picked += 1
                     self.busy += 1
                     return op
@@ -147,10 +174,12 @@ class Flow:
     def _open(self, now: float) -> list[Kind]:
         """Kinds of which something may begin now, the one whose turn it is first."""
         kinds = [kind for kind in Kind if self._queues[kind] and (now >= self._gates[kind] or self._closed)]
+        if not self._calls and Kind.READ in kinds:
+            kinds.remove(Kind.READ)
         return kinds[::-1] if self._picked % TURN == TURN - 1 else kinds
 
     def _pause(self, now: float) -> float | None:
-        waiting = [self._gates[kind] - now for kind in Kind if self._queues[kind]]
+        waiting = [self._gates[kind] - now for kind in Kind if self._queues[kind] and now < self._gates[kind]]
         return min(waiting) if waiting else None
 
     def _too_late(self, op: Op[object], now: float) -> bool:

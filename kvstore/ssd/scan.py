@@ -133,7 +133,7 @@ def _headers(place: Place) -> tuple[list[ExtentHeader], int]:
 
 def _is_whole(segment: Formatted, header: ExtentHeader) -> bool:
     place = Place(segment.file, segment.layout, segment.epoch, header.position, 1)
-    ends, _ = read_run(place, [aligned(segment.layout.slot_bytes)], Scratch(aligned(HEADER_BYTES)))
+    ends, _ = read_run(place, [aligned(segment.layout.slot_bytes)], Scratch(headers=aligned(HEADER_BYTES)))
     return ends[0][0] is ReadEnd.OK
 
 

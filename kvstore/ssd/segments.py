@@ -277,6 +277,7 @@ def _restored(opened: Opened, number: int, size: int, now: int) -> SegmentFile:
 def _write_header(file: SegmentFile, raw: bytes, scratch: Scratch) -> Fault:
     if not file.intact():
         return Fault.VANISHED
+    scratch.enter()
     try:
         scratch.header(0)[:] = np.frombuffer(raw, dtype=np.uint8)
         file.write([scratch.header(0)], 0)

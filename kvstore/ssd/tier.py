@@ -76,7 +76,7 @@ class SsdTier:
             Kind.WRITE: config.ssd_write_bytes_per_s,
             Kind.MOVE: move_bytes_per_s,
         }
-        self._flow = Flow(config.ssd_threads, rates, clock)
+        self._flow = Flow(config.ssd_threads, max(1, config.ssd_threads // 2), rates, clock)
         self._sequence = itertools.count(opened.sequence)
         self._segments = Segments(opened, self._flow, self._next_sequence, wall, self.counted, self._lost)
         self._space = self._segments.space

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -128,7 +129,7 @@ async def test_closing_gives_up_what_is_queued_and_waits_for_what_is_inside(tmp_
 
 
 async def test_reads_go_first_and_moves_last_but_none_starves() -> None:
-    flow, order = Flow(1, {}, time.monotonic), []
+    flow, order = Flow(1, 0, {}, time.monotonic), []
     started, go = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -152,7 +153,7 @@ async def test_reads_go_first_and_moves_last_but_none_starves() -> None:
 
 
 async def test_a_bug_in_an_operation_is_raised_where_its_result_is_awaited() -> None:
-    flow = Flow(1, {}, time.monotonic)
+    flow = Flow(1, 0, {}, time.monotonic)
 
     def broken(scratch: Scratch) -> None:
         raise ZeroDivisionError
@@ -161,4 +162,32 @@ async def test_a_bug_in_an_operation_is_raised_where_its_result_is_awaited() -> 
     flow.submit(op)
     with pytest.raises(ZeroDivisionError):
         await flow.settle([op])
+    await flow.close()
+
+
+async def test_no_more_system_calls_run_at_once_than_allowed_while_others_check_blocks() -> None:
+    flow = Flow(2, 3, {}, time.monotonic)
+    inside, most = 0, 0
+    lock, two, checking = threading.Lock(), threading.Barrier(2), threading.Barrier(5)
+
+    def work(scratch: Scratch) -> None:
+        nonlocal inside, most
+        scratch.enter()
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        two.wait(10)  # both may be inside at once
+        with lock:
+            inside -= 1
+        scratch.leave()
+
+    def check(scratch: Scratch) -> None:
+        checking.wait(10)  # five threads in all
+
+    for kind, job in ((Kind.READ, work), (Kind.WRITE, work), (Kind.WRITE, check)):
+        ops = [Op(kind, 1, job) for _ in range(10)]
+        for op in ops:
+            flow.submit(op)
+        await flow.settle(ops)
+    assert most == 2
     await flow.close()
