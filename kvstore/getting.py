@@ -26,7 +26,7 @@ from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
 
 PLACE = "library"  # where mismatches are counted
-GET_AT_ONCE = 64  # values asked for in one message
+GET_AT_ONCE = 256  # values asked for in one message
 
 
 def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from moonpool.core.errors import InvalidRequest, TransferFailed
 from moonpool.kvstore.chunks import Fill, fill
@@ -16,7 +17,7 @@ from moonpool.kvstore.items import Item, Put
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Granted, Kind, Link
 
-BATCH_BLOCKS = 64
+BATCH_BLOCKS = 256
 BATCH_BYTES = 16 << 20
 FIRST = 4  # items asked for in the first message of a call
 GROWTH = 4  # how many times as many items the next message is about, up to a limit
@@ -125,16 +126,15 @@ class Putting:
     def _fill(self, batch: Batch, granted: Sequence[Granted]) -> None:
         if len(granted) != sum(len(item.wanted) for item in batch.items):
             raise TransferFailed("the store node answered for other blocks than were asked for")
-        at = 0
         fills: list[Fill] = []
+        ids, memory, answers = batch.ids, self._link.memory, iter(granted)
         for item in batch.items:
-            mine = granted[at : at + len(item.wanted)]
-            at += len(mine)
-            item.put = OF_STATE[mine[-1].state]
-            if item.put is Put.STORED:
+            mine = list(islice(answers, len(item.wanted)))
+            item.put = put = OF_STATE[mine[-1].state]
+            if put is Put.STORED:
                 for i, one in enumerate(mine):
-                    fills += item.fills(i, self._link.memory(one.region, one.offset, item.slot_bytes(i)), one.offset)
-                    batch.ids.append(one.id)
+                    fills += item.fills(i, memory(one.region, one.offset, item.slot_bytes(i)), one.offset)
+                    ids.append(one.id)
         fill(fills)
         if batch.ids:
             self._link.send(frames.encode_ids(Kind.SEAL, self._link.number(), batch.ids))

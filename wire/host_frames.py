@@ -314,8 +314,8 @@ def encode_granted(number: int, granted: Sequence[Granted]) -> bytes:
 
 def decode_granted(frame: memoryview, items: int) -> list[Granted]:
     _require(frame, items * _GRANTED.size)
-    out = [Granted(*one) for one in _GRANTED.iter_unpack(frame[HEAD_BYTES:])]
-    if any(one.state >= len(STATES) for one in out):
+    out = list(map(Granted._make, _GRANTED.iter_unpack(frame[HEAD_BYTES:])))
+    if out and max(out)[0] >= len(STATES):
         raise InvalidRequest(f"frame: a state is below {len(STATES)}")
     return out
 
@@ -342,7 +342,7 @@ def decode_opened(frame: memoryview, items: int) -> tuple[int, list[list[Place]]
     (ticket,) = _U64.unpack_from(frame, HEAD_BYTES)
     counts = struct.unpack_from(f"<{items}I", frame, HEAD_BYTES + _U64.size)
     _require(frame, fixed + sum(counts) * _PLACE.size)
-    places = [Place(*one) for one in _PLACE.iter_unpack(frame[HEAD_BYTES + fixed :])]
+    places = list(map(Place._make, _PLACE.iter_unpack(frame[HEAD_BYTES + fixed :])))
     out, at = [], 0
     for count in counts:
         out.append(places[at : at + count])
