@@ -28,6 +28,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_]")
 PLACES = 64  # distinct places of mismatches that are counted by name
 PARTS = 2048  # this part of the blocks is chosen at once: parents compete with what is left
 AHEAD = 8  # so many more are looked at for one that is on SSD, too, and so costs nothing to evict
+LEFT = 4  # a size nobody needed room for while this part of the blocks was evicted gives up what waits in its queue
 FOLLOWED = 256  # blocks of one sequence chosen at once, where the policy says that they go together
 PATIENCE = 2  # spans' worth of blocks that wait in a queue before a span changes its size
 
@@ -54,6 +55,7 @@ class Holdings:
         self.soft: dict[bytes, None] = {}  # keys held softly, maybe no more here: evicted last
         self._queues: dict[int, deque[int]] = {}  # chosen rows by slot size
         self._patience: dict[int, int] = {}  # by slot size, in blocks
+        self._asked: dict[int, int] = {}  # by slot size: how many blocks had been evicted when room was last made for it
         self._writing: dict[bytes, int] = {}  # keys on their way, with how many slots wait for them
         self._ids = 0
 
@@ -177,6 +179,7 @@ class Holdings:
     def _make_room(self, size: int, n: int, now: float) -> None:
         """Evict until ``n`` slots of ``size`` are free, or nothing more can go."""
         queue = self._queues[size]
+        self._asked[size] = self.counted["evicted"]
         while (lack := n - self.slots.free(size)) > 0:
             if queue:
                 self.evict(self._chosen(queue, lack))
@@ -229,11 +232,15 @@ class Holdings:
         """Vacate a span of the size whose queue is longest beyond its patience (forced: of any) for slots of ``size``."""
         best, most = 0, 0.0
         for other, queue in self._queues.items():
-            if other != size and (forced or len(queue) > self._patience[other]):
+            if other != size and (forced or len(queue) > self._patience[other] or (queue and self._is_left(other))):
                 weight = (len(queue) + 1) / self._patience[other]
                 if weight > most and (not forced or self._from(other, size)):
                     best, most = other, weight
         return bool(best) and self._vacate(best, size)
+
+    def _is_left(self, size: int) -> bool:
+        """Nobody has needed room for this size while much of the pool's content was replaced."""
+        return (self.counted["evicted"] - self._asked.get(size, 0)) * LEFT > len(self.index)
 
     def _vacate(self, other: int, size: int) -> bool:
         """Whether anything came free: a span for slots of ``size``, or at least slots of the ``other`` size."""
@@ -253,6 +260,7 @@ class Holdings:
                 break
             self.evict(rows)
             evicted = True
+        self._asked[other] = self.counted["evicted"]
         self._patience[other] = max(2 * len(queue), self._patience[other])  # everywhere something is in use: not soon again
         return evicted
 
