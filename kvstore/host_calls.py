@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from moonpool.core.errors import InvalidRequest, MoonpoolError
+from moonpool.core.errors import InvalidRequest, LayoutMismatch, MoonpoolError
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import Reservation, Reserved
@@ -293,6 +294,12 @@ class Layouts:
         self._layouts: list[KVLayout] = list(RAW_LAYOUTS)
         self._numbers = {layout.fingerprint: i for i, layout in enumerate(RAW_LAYOUTS)}
         self._ready: set[int] = set()
+
+    def expect_values(self) -> None:
+        """Values of every size may lie in lower tiers since an earlier life: let the pool know their layouts."""
+        for number in range(len(RAW_LAYOUTS)):
+            with suppress(LayoutMismatch):  # a pool with regions below a chunk never held such
+                self.get(number)
 
     def number(self, layout: KVLayout) -> int:
         """LayoutMismatch where the pool cannot take such blocks."""

@@ -167,6 +167,8 @@ class HostFace:
     def _hello(self, caller: Caller, head: Head, frame: memoryview) -> bytes:
         hello = frames.decode_hello(frame)
         node = self._node
+        if node.config.store.ssd_path:
+            self.layouts.expect_values()
         life = Life(MemberId(f"client-{caller.pid}-{hello.client}"), Incarnation(time.time_ns()))
         session = caller.session = node.lives.admit_client(life, caller.pid, caller.pidfd)
         caller.pidfd = -1

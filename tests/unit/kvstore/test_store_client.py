@@ -25,10 +25,10 @@ from moonpool.kvstore.objects import CHUNK, CLASSES, RAW_LAYOUTS, chunks_of
 
 
 @asynccontextmanager
-async def node_at(folder: Path, *, pool_bytes: int = 16 * MIB, **sections: Any) -> AsyncIterator[StoreNode]:
-    store = {"pool_bytes": pool_bytes, "region_bytes": min(pool_bytes, 32 * MIB)}
+async def node_at(folder: Path, *, pool_bytes: int = 16 * MIB, **store: Any) -> AsyncIterator[StoreNode]:
+    store |= {"pool_bytes": pool_bytes, "region_bytes": min(pool_bytes, 32 * MIB)}
     me = member("store-a", Role.STORE, "a")
-    node = await StoreNode.start(config(folder, store=store, **sections), me, LAYOUT, Roll())
+    node = await StoreNode.start(config(folder, store=store), me, LAYOUT, Roll())
     try:
         yield node
     finally:
@@ -276,6 +276,18 @@ async def test_after_the_node_came_back_the_next_call_connects_anew(tmp_path: Pa
         await client.close()
         with pytest.raises(RuntimeError):
             await client.get("v")
+
+
+async def test_values_on_the_ssd_tier_are_there_after_a_restart(tmp_path: Path) -> None:
+    ssd = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": 64 * MIB, "ssd_write": "through"}
+    values = {f"v{size}": bytes_of(size) for size in (10, 70_000, 2 * CHUNK + 5)}
+    async with joined(tmp_path, pool_bytes=96 * MIB, **ssd) as (node, client):
+        assert set(await client.put_many(list(values.items()))) == {Put.STORED}
+        await until(lambda: node.pool.numbers()["blocks_on_ssd"] == len(node.pool.held.index), "all is on SSD")
+    async with joined(tmp_path, pool_bytes=96 * MIB, **ssd) as (node, client):
+        assert await client.get_many(list(values)) == list(values.values())
+        assert await client.remove(*values) == 3
+        assert await client.get_many(list(values)) == [None] * 3
 
 
 async def test_a_closed_client_says_so(tmp_path: Path) -> None:
