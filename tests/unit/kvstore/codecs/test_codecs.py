@@ -84,6 +84,27 @@ def test_what_comes_back_is_within_the_bound_of_the_format(name: str, block: tup
     assert (np.abs(came).max(axis=2) <= np.abs(meant).max(axis=2) * (1 + 2.0**-8) + 2.0**-121).all()
 
 
+@pytest.mark.parametrize("name", LOSSY)
+@settings(max_examples=30, deadline=None)
+@given(block=blocks())
+def test_encoding_again_what_was_decoded_loses_no_more_than_the_dtype_does(
+    name: str, block: tuple[KVLayout, NDArray[np.float32]]
+) -> None:
+    """As it happens where a decoded prefix is handed to another node, and compressed there."""
+    layout, values = block
+    codec, data = make_codec(name), to_bytes(values, layout.dtype)
+    once = encode(codec, layout, data)
+    assert once is not None
+    back = decode(codec, layout, once)
+    twice = encode(codec, layout, back)
+    assert twice is not None
+    first, second = to_values(back, layout), to_values(decode(codec, layout, twice), layout)
+    top = np.abs(first).max(axis=2, keepdims=True)
+    sound = top > 2.0**-14 if layout.dtype == "float16" else top > 2.0**-118  # below, the dtype itself has few digits
+    own, smallest = OWN[layout.dtype]
+    assert (np.abs(second - first) * sound <= (4 * own + 1e-5) * np.abs(first) + smallest).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_largest_values_of_a_dtype_stay_finite_and_zeros_stay_zero(name: str, dtype: str) -> None:
