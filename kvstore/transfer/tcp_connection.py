@@ -57,7 +57,6 @@ class Connection:
         self._admit = admit
         self._leave = leave
         self._in_push = False
-        self._ending = False
         self._lock = threading.Lock()  # nobody shuts a descriptor that was closed, and maybe given out again
         self._thread = threading.Thread(target=self._run, name="tcp-receive", daemon=True)
 
@@ -65,8 +64,7 @@ class Connection:
         self._thread.start()
 
     def shut(self) -> None:
-        """The thread ends soon, though its peer may go on sending. Any thread; again is a no-op."""
-        self._ending = True
+        """The thread ends soon: the kernel resets a peer that goes on sending. Any thread; again is a no-op."""
         with self._lock:
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -149,8 +147,6 @@ class Connection:
         """Fill every buffer. ConnectionResetError where the stream ends before."""
         at = 0
         while at < len(into):
-            if self._ending:  # what is buffered could be read for as long as the peer sends
-                raise ConnectionResetError("ended here")
             if not into[at]:
                 at += 1
                 continue

@@ -21,6 +21,7 @@ from moonpool.core.membership import Liveness, Member
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.push_target import LandingState
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.kvstore.transfer import tcp_wire
 from moonpool.kvstore.transfer.carrier import Endpoint, Receiver
@@ -199,14 +200,26 @@ async def test_room_is_made_by_cutting_off_the_silent_writer_and_nobody_else(tmp
             roll.say(member("prefill-0", Role.PREFILL, "z"), Liveness.SILENT)
             await client.end_landing(lost.landing.id)
             second = await grant(well, node, "second", block_keys("c", 4), 0)  # there is room only for it where lost was
-            await asyncio.to_thread(push, lost, range(1, LAYOUT.layers))  # it awakes, and goes on
             await asyncio.to_thread(push, second)
             await asyncio.to_thread(push, first, range(1, LAYOUT.layers))
             for landing in (first, second):
                 await landing.drain()
                 assert landing.failure is None and landing._endpoint is endpoint
                 require_bytes(node, landing)
+            ask = lost._target.state
+
+            async def ask_late(landing: int, wait_s: float) -> LandingState:
+                """It has a new endpoint by now, and goes on computing before it hears that its landing is over."""
+                await asyncio.to_thread(push, lost, range(2, 3))
+                return await ask(landing, wait_s)
+
+            lost._target.state = ask_late  # type: ignore[method-assign]
+            PAGES[:] += 1  # so that what it sends now differs from what lies there
+            await asyncio.to_thread(push, lost, range(1, 2))  # it awakes, and goes on
             await lost.drain()
+            await asyncio.to_thread(pushed_to_the_end, lost)
+            PAGES[:] -= 1
+            lost._target.state = ask  # type: ignore[method-assign]
             assert lost.failure is not None
             for landing in (first, second):
                 require_bytes(node, landing)
@@ -219,6 +232,11 @@ async def test_room_is_made_by_cutting_off_the_silent_writer_and_nobody_else(tmp
             await again.drain()
             assert again.failure is None
             require_bytes(node, again)
+
+
+def pushed_to_the_end(landing: PushLanding) -> None:
+    for one in landing._pushes:
+        one.future.exception(5)
 
 
 def require_bytes(node: StoreNode, landing: PushLanding) -> None:

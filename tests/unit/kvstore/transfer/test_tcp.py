@@ -180,7 +180,8 @@ def test_a_peer_that_trickles_its_hello_is_dropped_in_time() -> None:
     scene.receiver.close()
 
 
-def test_a_crowd_that_says_nothing_is_bounded_and_does_not_keep_a_peer_out(scene: Scene) -> None:
+def test_a_crowd_that_says_nothing_is_bounded_and_does_not_keep_a_peer_out() -> None:
+    scene = Scene(hello_s=60.0)
     crowd = [scene.dial() for _ in range(200)]
     try:
         with sender() as one:
@@ -189,6 +190,7 @@ def test_a_crowd_that_says_nothing_is_bounded_and_does_not_keep_a_peer_out(scene
     finally:
         for raw in crowd:
             raw.close()
+        scene.receiver.close()
 
 
 def test_more_peers_than_there_are_places_are_refused_and_served_once_some_have_left(scene: Scene) -> None:
