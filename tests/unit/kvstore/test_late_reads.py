@@ -46,7 +46,7 @@ async def test_a_read_that_outlives_its_ticket_is_right_or_a_miss_and_never_wron
         reading = asyncio.create_task(asyncio.to_thread(read_until, stop, reader, ticket))
         assert await other.publish([(key, block_bytes(key)) for key in block_keys("x", 4)]) == 0, "all pinned"
         for session in node.sessions:
-            if session.member.id == "decode-0":
+            if session.life.member == "decode-0":
                 node.sessions.end(session, "the reader fell silent")
         for i in range(40):
             fresh = block_keys(f"n{i}-", 4)
