@@ -170,7 +170,7 @@ class Filler:
     def _landing_failed(self, failure: LandingFailure) -> None:
         handoff = self._handoffs.get((failure.request, failure.attempt))
         if handoff is not None:
-            handoff.fail(failure.error)
+            handoff.landing_failed(failure.landing, failure.error)
         elif self.link.client is not None:  # of an attempt that ended before it heard of its landing
             self._spawn(end_landing(self.link.client, failure.landing))
 

@@ -109,6 +109,12 @@ class Handoff:
         """Transfer, peer or deadline: of no interest once everything has been copied."""
         self._tell(lambda: self._sink.failed(failure))
 
+    def landing_failed(self, landing: int, failure: Failure) -> None:
+        """Nothing more of ``landing`` will come. One that the prefill worker never told of is ended here: nobody else would."""
+        if self._sink.landing is None or self._sink.landing.id != landing:
+            self._spawn(end_landing(self.client, landing))
+        self.fail(failure)
+
     def cancel(self) -> None:
         self._tell(self._sink.cancelled)
 
