@@ -32,6 +32,10 @@ class Io:
     def allocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
 
+    def extend(self, fd: int, size: int) -> None:
+        """A file of ``size`` bytes, none of them allocated."""
+        os.ftruncate(fd, size)
+
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
         return os.pwritev(fd, [b.data for b in buffers], offset)
 
@@ -48,7 +52,9 @@ def aligned(size: int) -> Bytes:
 
 
 class SegmentFile:
-    """An open segment file. ``direct`` says whether its file system takes direct I/O from and to our memory."""
+    """An open segment file. ``direct`` says whether its file system takes direct I/O from and to our memory, ``allocated``
+    whether it could set the space aside.
+    """
 
     def __init__(self, io: Io, path: Path, number: int, size: int, fd: int, direct: bool) -> None:
         self._io = io
@@ -57,6 +63,7 @@ class SegmentFile:
         self.number = number
         self.size = size
         self.direct = direct
+        self.allocated = True
 
     @classmethod
     def open(cls, io: Io, path: Path, number: int, size: int | None, *, create: bool) -> SegmentFile:
@@ -75,8 +82,8 @@ class SegmentFile:
             fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
             if size is None:
                 size = io.stat(fd).st_size
-            io.allocate(fd, size)
             file = cls(io, path, number, size, fd, direct)
+            file.grow(size)
             if direct:
                 file._require_direct()
             return file
@@ -97,8 +104,17 @@ class SegmentFile:
             self.direct = False
 
     def grow(self, size: int) -> None:
-        """Allocate all of ``size`` bytes: what was cut off comes back empty."""
-        self._io.allocate(self._fd, size)
+        """Allocate all of ``size`` bytes: what was cut off comes back empty. Where the file system cannot allocate, a
+        full disk shows at a write.
+        """
+        try:
+            self._io.allocate(self._fd, size)
+        except OSError as e:
+            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            self.allocated = False
+            if self._io.stat(self._fd).st_size < size:
+                self._io.extend(self._fd, size)
         self.size = size
 
     def intact(self) -> bool:

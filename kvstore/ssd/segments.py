@@ -248,6 +248,8 @@ class Segments:
             "ssd_io": "direct" if self.direct else "through the page cache" if files else "none",
             "ssd_size": f"{has >> 20} MiB in {len(space.segments)} segments, of {self._opened.cap >> 20} MiB asked for",
         }
+        if not all(file.allocated for file in files):
+            words["ssd_size"] += ", not set aside: this file system cannot"
         if self._opened.notes:
             words["ssd_notes"] = "; ".join(self._opened.notes[-4:])
         return words

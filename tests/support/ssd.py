@@ -142,6 +142,7 @@ class Faulty(Io):
         self.read: Fault = lambda fd, n, size, offset: None
         self.room = 1 << 62  # bytes that may be allocated
         self.direct = True
+        self.allocates = True
         self.gate = threading.Event()
         self.gate.set()
         self.inside = threading.Semaphore(0)  # released by every read that has begun
@@ -153,6 +154,8 @@ class Faulty(Io):
         return super().open(path, create=create, direct=direct)
 
     def allocate(self, fd: int, size: int) -> None:
+        if not self.allocates:
+            raise OSError(errno.EOPNOTSUPP, "cannot allocate here")
         if size > self.room:
             raise OSError(errno.ENOSPC, "No space left on device")
         self.room -= size

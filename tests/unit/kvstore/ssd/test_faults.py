@@ -44,6 +44,21 @@ async def test_the_last_segment_is_a_smaller_one_where_a_whole_one_does_not_fit(
     await again.close()
 
 
+async def test_where_space_cannot_be_set_aside_the_files_are_sparse_and_a_full_disk_shows_at_a_write(tmp_path: Path) -> None:
+    io = Faulty()
+    io.allocates = False
+    of = await tier(tmp_path, io=io)
+    assert "not set aside" in of.words()["ssd_size"]
+    placed = await put(of, SMALL, range(20))
+    io.write = lambda fd, n, size, offset: errno.ENOSPC
+    assert await of.write(writes(SMALL, [50])) == [None]
+    assert await right(of, SMALL, placed) == set(range(20))
+    await of.close()
+    again = await tier(tmp_path, io=io)
+    assert set(found(again)) == keys(range(20))
+    await again.close()
+
+
 async def test_a_full_disk_at_start_leaves_a_tier_without_room(tmp_path: Path) -> None:
     io = Faulty()
     io.room = 0
