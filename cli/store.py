@@ -9,35 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from moonpool.cli import store_view
+from moonpool.cli import store_moves, store_view
 from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import Running, find
-from moonpool.cli.store_calls import ask, blocks_of, change, complete, end
-
-if TYPE_CHECKING:
-    from moonpool.cluster.store_control import Reply, StoreControl
+from moonpool.cli.store_calls import ask, blocks_of, change, end
+from moonpool.cli.store_options import Chat, DryRun, Keys, Nodes, Prompt, Tenant, Yes
 
 store = typer.Typer(help="Look into the pooled store, and change what it holds.", no_args_is_help=True)
 
-Nodes = Annotated[list[str] | None, typer.Option("--node", help="Node id; may be repeated. Default: all live ones.")]
-Keys = Annotated[
-    list[str] | None,
-    typer.Option("--keys", metavar="HEX[,HEX...]|@FILE", help="Block keys in order; may be repeated. A file has one a line."),
-]
-Prompt = Annotated[
-    str | None, typer.Option("--prompt", metavar="TEXT|@FILE", help="The whole blocks of this completion prompt.")
-]
-Chat = Annotated[bool, typer.Option("--chat", help="--prompt is one user message of a chat.")]
-Tenant = Annotated[str, typer.Option("--tenant", help="Tenant name.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")]
-From = Annotated[str, typer.Option("--from", help="Node that has the blocks.")]
-To = Annotated[str, typer.Option("--to", help="Node that shall have them.")]
-Seconds = Annotated[float, typer.Option("--seconds", help="Time limit of the copy.")]
+store.command("copy")(store_moves.copy)
+store.command("move")(store_moves.move)
+store.command("drain")(store_moves.drain)
 
 
 @store.command("serve")
@@ -117,63 +103,6 @@ def unpin(
     replies = ask(running, node, lambda control: control.unhold(chosen, tenant))
     store_view.show(replies, as_json)
     end(replies, done=any(r.facts.get("held") for r in replies))
-
-
-@store.command("copy")
-def copy(
-    source: From,
-    target: To,
-    keys: Keys = None,
-    prompt: Prompt = None,
-    chat: Chat = False,
-    following: Annotated[bool, typer.Option("--following", help="Also what continues the last of the blocks.")] = False,
-    dry_run: DryRun = False,
-    seconds: Seconds = 60.0,
-    name: ClusterName = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """Bring blocks that one node holds to another one, and keep them there."""
-    running = find(name, config_file, settings)
-    chosen = blocks_of(running, keys, prompt, chat)
-
-    async def work(control: StoreControl) -> list[Reply]:
-        copied = control.copy(chosen, source, target, following=following, dry_run=dry_run, deadline_s=seconds)
-        return [await copied]
-
-    replies = ask(running, None, work)
-    store_view.show(replies, as_json)
-    end(replies, done=complete(replies[0]))
-
-
-@store.command("move")
-def move(
-    source: From,
-    target: To,
-    keys: Keys = None,
-    prompt: Prompt = None,
-    chat: Chat = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    seconds: Seconds = 60.0,
-    name: ClusterName = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """Copy blocks, and what continues the last of them, to another node; then drop them where they were."""
-    running = find(name, config_file, settings)
-    chosen = blocks_of(running, keys, prompt, chat)
-    replies = change(
-        running,
-        None,
-        lambda control, dry: control.move(chosen, source, target, dry_run=dry, deadline_s=seconds),
-        dry_run,
-        yes,
-    )
-    store_view.show(replies, as_json)
-    end(replies, done=complete(replies[0]) and not any(r.facts.get("kept") for r in replies))
 
 
 @store.command("compress")

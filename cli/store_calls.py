@@ -14,7 +14,8 @@ from moonpool.cli import store_view
 
 if TYPE_CHECKING:
     from moonpool.cli.running import Running
-    from moonpool.cluster.store_control import Reply, StoreControl
+    from moonpool.cluster.store_control import StoreControl
+    from moonpool.cluster.store_replies import Reply
 
 T = TypeVar("T")
 

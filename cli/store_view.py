@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from moonpool.cli.options import say
 
 if TYPE_CHECKING:
-    from moonpool.cluster.store_control import Facts, Reply
     from moonpool.cluster.store_events import Line
+    from moonpool.cluster.store_replies import Facts, Reply
 
 SIZES = frozenset({"bytes", "used", "quota", "soft", "hard", "above", "before", "bytes_before", "bytes_after"})
 MAIN = (
@@ -68,7 +68,7 @@ def _rich(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
 
 
 def _text(name: str, value: int | float | str) -> str:
-    if (name in SIZES or name.endswith("_bytes")) and isinstance(value, int | float):
+    if (name in SIZES or name.endswith("_bytes") or name.startswith("bytes_")) and isinstance(value, int | float):
         return size(int(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 

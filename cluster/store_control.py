@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
+from moonpool.cluster import store_replies as replies
+from moonpool.cluster.store_replies import CALL_S, Facts, Reply
 from moonpool.cluster.survey import members
 from moonpool.core.errors import InvalidRequest, MoonpoolError, NoPath
 from moonpool.core.ids import Role
@@ -23,28 +25,8 @@ from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
-CALL_S = 10.0
 GRACE_S = 2.0  # for the answer of a call that used its whole deadline
-KEYS_AT_ONCE = 1 << 15
 MESSAGE_BYTES = 64 << 20
-
-Facts = dict[str, int | float | str]
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one node said: named values, or why it said nothing. ``rows`` where the answer is a list."""
-
-    node: str
-    facts: Facts = field(default_factory=dict)
-    rows: tuple[Facts, ...] = ()
-    trouble: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"node": self.node, **self.facts}
-        if self.rows:
-            out["rows"] = list(self.rows)
-        return out | ({"trouble": self.trouble} if self.trouble else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,42 +84,42 @@ class StoreControl:
 
     async def inspect(self, keys: Sequence[bytes]) -> list[Reply]:
         """Per node: ``leading`` blocks held, ``held`` ones in all, and a row for each block that is there."""
-        return await self._each(lambda stub: _inspect(stub, keys))
+        return await self._each(lambda stub: replies.inspect(stub, keys))
 
     async def stats(self) -> list[Reply]:
         """Per node every number and word; rows: what each tenant uses."""
-        return await self._each(_describe)
+        return await self._each(replies.describe)
 
     async def quotas(self) -> list[Reply]:
-        return await self._each(_quotas)
+        return await self._each(replies.quotas)
 
     # Changing.
 
     async def hold(self, keys: Sequence[bytes], tenant: str, *, hard: bool) -> list[Reply]:
         """Pins that last until ``unhold``: soft ones are evicted last, hard ones never."""
         request = pb.store_admin.HoldRequest(tenant=tenant, keys=keys, hard=hard)
-        return await self._each(lambda stub: _hold(stub.Hold(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.hold(stub.Hold(request, timeout=CALL_S)))
 
     async def unhold(self, keys: Sequence[bytes], tenant: str) -> list[Reply]:
         request = pb.store_admin.HoldRequest(tenant=tenant, keys=keys)
-        return await self._each(lambda stub: _hold(stub.Unhold(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.hold(stub.Unhold(request, timeout=CALL_S)))
 
     async def clean(self, what: What, *, dry_run: bool) -> list[Reply]:
         """Clear what is not in use."""
         request = pb.store_admin.CleanRequest(
             keys=what.keys, model=what.model, tenant=what.tenant, everything=what.everything, dry_run=dry_run
         )
-        return await self._each(lambda stub: _cleaned(stub.Clean(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.cleaned(stub.Clean(request, timeout=CALL_S)))
 
     async def compress(self, keys: Sequence[bytes], codec: str, *, dry_run: bool) -> list[Reply]:
         """The leading blocks of ``keys`` that are there get a copy by ``codec``; full copies that nobody uses go."""
         request = pb.store_admin.CompressRequest(keys=keys, codec=codec, dry_run=dry_run)
-        return await self._each(lambda stub: _compressed(stub.Compress(request, timeout=60.0)))
+        return await self._each(lambda stub: replies.compressed(stub.Compress(request, timeout=60.0)))
 
     async def set_quota(self, tenant: str, size: int, *, dry_run: bool) -> list[Reply]:
         """Bytes of each node's pool that ``tenant`` may fill; 0: no quota. What is above goes as the tenant stores more."""
         request = pb.store_admin.SetQuotaRequest(tenant=tenant, bytes=size, dry_run=dry_run)
-        return await self._each(lambda stub: _quota_set(stub.SetQuota(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.quota_set(stub.SetQuota(request, timeout=CALL_S)))
 
     async def copy(
         self,
@@ -164,7 +146,20 @@ class StoreControl:
         if not sealed:
             return [copied]
         request = pb.store_admin.DropRequest(keys=sealed, dry_run=dry_run)
-        return [copied, await self._ask(self.member(source), lambda stub: _cleaned(stub.Drop(request, timeout=CALL_S)))]
+        return [copied, await self._ask(self.member(source), lambda stub: replies.cleaned(stub.Drop(request, timeout=CALL_S)))]
+
+    async def move_out(self, node: str, *, deadline_s: float) -> list[Reply]:
+        """``node`` takes no new blocks from now on, and copies to others what only it holds, the hottest first."""
+        leaving = self.member(node)
+        request = pb.store.MoveOutRequest(deadline_ms=max(int(deadline_s * 1e3), 1))
+
+        async def call(_: Any) -> Reply:
+            stub: Any = pb.store_rpc.StoreStub(self._channels[leaving.node])
+            done = await stub.MoveOut(request, timeout=deadline_s + GRACE_S)
+            names = ("blocks_saved", "bytes_saved", "blocks_left", "bytes_left")
+            return Reply("", {name: getattr(done, name) for name in names})
+
+        return [await self._ask(leaving, call)]
 
     async def _copy(
         self, keys: Sequence[bytes], source: str, target: str, following: bool, dry_run: bool, deadline_s: float
@@ -195,7 +190,7 @@ class StoreControl:
     ) -> tuple[Facts, list[bytes]]:
         stub: Any = pb.store_rpc.StoreStub(self._channels[goal.node])
         size_of = {key: from_wire(one.layout, KVLayout).slot_bytes for one in sequences for key in one.keys}
-        before = await _here(stub, list(size_of))
+        before = await replies.here(stub, list(size_of))
         if dry_run:
             missing = [key for key in size_of if key not in before]
             facts: Facts = {"wanted": len(size_of), "blocks": len(size_of), "brought": len(missing)}
@@ -208,7 +203,7 @@ class StoreControl:
             to_wire(Use(one.tenant), request.use)
             reply = await stub.Replicate(request, timeout=request.deadline_ms / 1e3 + GRACE_S)
             moved, carrier = moved + reply.bytes, reply.carrier or carrier
-        after = await _here(stub, list(size_of))
+        after = await replies.here(stub, list(size_of))
         facts = {"wanted": len(size_of), "blocks": len(after), "brought": len(after) - len(after & before)}
         return facts | {"bytes": moved, "carrier": carrier}, [key for key in size_of if key in after]
 
@@ -227,81 +222,3 @@ class StoreControl:
         except MoonpoolError as e:
             return Reply(member.node, trouble=e.message)
         return Reply(member.node, reply.facts, reply.rows)
-
-
-async def _here(stub: Any, keys: Sequence[bytes]) -> set[bytes]:
-    """Which of ``keys`` a node has, in any tier."""
-    found: set[bytes] = set()
-    for i in range(0, len(keys), KEYS_AT_ONCE):
-        part = keys[i : i + KEYS_AT_ONCE]
-        bits = (await stub.Exists(pb.store.KeysRequest(keys=part), timeout=CALL_S)).bits
-        found |= {key for at, key in enumerate(part) if bits[at // 8] >> at % 8 & 1}
-    return found
-
-
-async def _inspect(stub: Any, keys: Sequence[bytes]) -> Reply:
-    found = await stub.Inspect(pb.store_admin.InspectRequest(keys=keys), timeout=CALL_S)
-    rows: list[Facts] = [
-        {
-            "block": i,
-            "key": one.key.hex(),
-            "tiers": "+".join(one.tiers),
-            "codec": one.codec,
-            "layout": one.layout,
-            "tenant": one.tenant,
-            "held": one.held,
-            "bytes": one.bytes,
-        }
-        for i, one in enumerate(found.blocks)
-        if one.tiers
-    ]
-    return Reply("", {"asked": len(keys), "leading": found.leading, "found": len(rows)}, tuple(rows))
-
-
-async def _describe(stub: Any) -> Reply:
-    found = await stub.Describe(pb.types.Empty(), timeout=CALL_S)
-    return Reply("", {**found.numbers, **found.words}, tuple(map(_tenant, found.tenants)))
-
-
-async def _quotas(stub: Any) -> Reply:
-    found = await stub.Quotas(pb.types.Empty(), timeout=CALL_S)
-    return Reply("", {"pool_bytes": found.pool_bytes}, tuple(map(_tenant, found.tenants)))
-
-
-def _tenant(use: Any) -> Facts:
-    return {
-        "tenant": use.tenant,
-        "blocks": use.blocks,
-        "used": use.used,
-        "quota": use.quota,
-        "soft": use.soft,
-        "hard": use.hard,
-    }
-
-
-async def _hold(call: Awaitable[Any]) -> Reply:
-    done = await call
-    return Reply("", {"held": done.held, "missing": done.missing})
-
-
-async def _cleaned(call: Awaitable[Any]) -> Reply:
-    done = await call
-    return Reply("", {"cleared": done.cleared, "kept": done.kept, "bytes": done.bytes})
-
-
-async def _compressed(call: Awaitable[Any]) -> Reply:
-    done = await call
-    return Reply(
-        "",
-        {
-            "compressed": done.compressed,
-            "kept": done.kept,
-            "bytes_before": done.bytes_before,
-            "bytes_after": done.bytes_after,
-        },
-    )
-
-
-async def _quota_set(call: Awaitable[Any]) -> Reply:
-    done = await call
-    return Reply("", {"before": done.before, "used": done.used, "above": done.above})

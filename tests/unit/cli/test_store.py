@@ -40,7 +40,7 @@ class Shell:
     def json(self, *words: str, code: int = 0) -> list[dict[str, object]]:
         done = self(*words, "--json")
         assert done.exit_code == code, done.output
-        answer: list[dict[str, object]] = json.loads(done.stdout)
+        answer: list[dict[str, object]] = json.loads(done.stdout[done.stdout.index("[\n") :])  # after the nodes' own log
         return answer
 
     def publish(self, node: str, keys: list[bytes] = KEYS, parent: bytes | None = None) -> None:
@@ -130,6 +130,16 @@ def test_stats_print_the_main_figures_of_each_node_or_all_of_them(shell: Shell) 
     assert [one["blocks_findable"] for one in shell.json("stats")] == [0, 5]
 
 
+def test_a_node_that_is_drained_gives_others_what_only_it_holds_and_takes_nothing_new(shell: Shell) -> None:
+    shell.publish("a")
+    done = shell.json("drain", "--node", "a")
+    assert (done[0]["node"], done[0]["blocks_saved"], done[0]["blocks_left"]) == ("a", 5, 0)
+    assert shell.leading() == [5, 5]
+    other = block_keys("n", 2)
+    shell.publish("b", other)
+    assert shell("copy", "--keys", ",".join(key.hex() for key in other), "--from", "b", "--to", "a").exit_code == 1
+
+
 def test_pins_and_quotas_are_made_shown_and_ended(shell: Shell) -> None:
     shell.publish("a")
     assert [one["held"] for one in shell.json("pin", "--tenant", "alice", "--hard", "--keys", HEX)] == [5, 0]
@@ -201,6 +211,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("lookup", "--keys", HEX, "--node", "z"), "--node: 'z' is no live store node; use one of a, b"),
     (("copy", "--keys", HEX, "--from", "a", "--to", "a"), "--to: 'a' is the source, too"),
     (("copy", "--keys", HEX, "--from", "q", "--to", "a"), "node: 'q' is no live store node"),
+    (("drain", "--node", "q"), "node: 'q' is no live store node"),
     (("clear",), "exactly one of --keys, --prompt, --model, --tenant, --everything"),
     (("clear", "--everything", "--tenant", "t"), "exactly one of"),
     (("quota", "--tenant", "t"), "give --tenant and --bytes to set one"),

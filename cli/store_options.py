@@ -1,0 +1,23 @@
+"""Options that several verbs of ``moonpool store`` share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Nodes = Annotated[list[str] | None, typer.Option("--node", help="Node id; may be repeated. Default: all live ones.")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option("--keys", metavar="HEX[,HEX...]|@FILE", help="Block keys in order; may be repeated. A file has one a line."),
+]
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", metavar="TEXT|@FILE", help="The whole blocks of this completion prompt.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="--prompt is one user message of a chat.")]
+Tenant = Annotated[str, typer.Option("--tenant", help="Tenant name.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask on a terminal.")]
+From = Annotated[str, typer.Option("--from", help="Node that has the blocks.")]
+To = Annotated[str, typer.Option("--to", help="Node that shall have them.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="Time limit of the copy.")]
