@@ -311,11 +311,12 @@ class BlockIndex:
         if fresh:
             self.refresh(fresh)
 
-    def unpin(self, rows: Iterable[int]) -> list[int]:
+    def unpin(self, rows: Sequence[int]) -> list[int]:
         """The slots to release: of rows that were withdrawn, and of which this was the last pin."""
         pins, busy, flags, slot, extent = self.pins, self._busy, self.flags, self.slot, self.extent
+        size_of, account = self._accounts.size_of, self.account
         last = []
-        for row in rows:
+        for row in reversed(rows):  # the last block first, so that those before it are still busy by their own pins
             left = pins.get(row, 0) - 1
             if left > 0:
                 pins[row] = left
@@ -325,13 +326,16 @@ class BlockIndex:
             del pins[row]
             last.append(row)
             if flags[row] & FOUND:
-                n = busy[row]
-                if n == 1:
-                    self._lower_busy(row, slot[row] >= 0)
-                else:
-                    busy[row] = n - 1
-                    if slot[row] >= 0 and extent[row] >= 0 and not flags[row] & HARD:
-                        self.stuck[self._size(row)] -= 1
+                n = busy[row] = busy[row] - 1
+                if slot[row] >= 0 and not (n and (extent[row] < 0 or flags[row] & HARD)):
+                    self.stuck[size_of[account[row]]] -= 1
+                if not n:
+                    del busy[row]
+                    above = self.parent[row]
+                    if above >= 0 and busy[above] > 1 and extent[above] < 0:
+                        busy[above] -= 1  # nothing else changes for it
+                    elif above >= 0:
+                        self._lower_busy(above, self._is_stuck(above))
         gone = [row for row in last if not self.flags[row] & FOUND]
         if len(gone) < len(last):
             self.refresh(last)

@@ -354,12 +354,13 @@ class SlotMap:
         for start, stop in _runs([slot for slot in range(span.first, end) if self._owner[slot] == FREE]):
             shelf.free.cut(shelf.free.run_of(start), start, stop)
         span.free = 0
-        moved = []
-        for (slot, row), to in zip(held, self.take(span.size * SLOT_ALIGN, len(held)), strict=True):
-            if self._copy is not None:
+        new = self.take(span.size * SLOT_ALIGN, len(held))
+        if self._copy is not None:
+            for (slot, _), to in zip(held, new, strict=True):
                 self._copy(slot, to)
-            self.seal([to], [row])
-            moved.append((row, to))
+        rows = [row for _, row in held]
+        self.seal(new, rows)
+        moved = list(zip(rows, new, strict=True))
         free = [slot for slot in range(span.first, end) if self._owner[slot] == FREE]
         for start, stop in _runs(free):
             shelf.free.put(start, stop)
