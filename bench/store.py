@@ -11,7 +11,8 @@ Keys of the result:
     put_vs_memcpy, get_vs_memcpy              speed over the plain copy's; ..._64k, ..._16m
     put_gbs, get_gbs, memcpy_gbs, copy_digest_gbs    10^9 bytes a second, 1 MiB; ..._64k, ..._16m
     pieces_64k_gbs                            the slower of putting and getting values of 64 KiB, 64 a call
-    many_small_gbs                            the slower of putting and getting one value in 1,024 buffers of 4 KiB
+    scattered_64k_gbs                         the slower of putting and getting one value in 64 buffers of 64 KiB
+    many_small_gbs                            the same for 1,024 buffers of 4 KiB
     exists_us, exists_p99_us                  one name at a time, microseconds
     exists_batched_per_s                      block keys, 4,096 a call; exists_names_per_s: names, hashed on the way
     mooncake_put_gbs, mooncake_get_gbs, put_vs_mooncake, get_vs_mooncake    ...; likewise nixl_: one-sided, no digest
@@ -44,7 +45,7 @@ from moonpool.kvstore import Put, SyncStoreClient
 
 SIZES = {"64k": (64 << 10, 512), "": (MIB, 64), "16m": (16 * MIB, 4)}  # bytes of a value, values of a call
 POOL_BYTES = 256 * MIB
-SMALL = (4096, 1024)
+SCATTERED = {"scattered_64k": (64 << 10, 64), "many_small": (4096, 1024)}  # bytes of a buffer, buffers of a value
 EXISTS_BATCH = 4096
 START_S = 60.0
 Bytes = NDArray[np.uint8]
@@ -57,13 +58,14 @@ def store(*, repeats: int = 7, peer_python: str = "", say: Say = lambda line: pr
         raise ConfigError(f"repeats: {repeats} is too few; use 1 or more", param="repeats")
     machine = machine_facts()
     with ExitStack() as stack:
-        client = stack.enter_context(_served())
         peers = open_peers(stack, peer_python, say)
+        client = stack.enter_context(_served())
         out: dict[str, Any] = {}
         for name, (size, count) in SIZES.items():
             out |= _moved(client, peers, name, size, count, repeats, say)
         out["pieces_64k_gbs"] = min(out["put_gbs_64k"], out["get_gbs_64k"])
-        out |= _small(client, repeats)
+        for name, (size, count) in SCATTERED.items():
+            out |= _scattered(client, name, size, count, repeats)
         out |= _existence(client, peers)
         return {**out, "peer": ", ".join(p.name for p in peers) or "not given", "machine": machine}
 
@@ -179,19 +181,20 @@ def _put(client: SyncStoreClient, items: list[tuple[str, Any]]) -> None:
         raise ConfigError(f"bench: not everything was stored: {sorted(set(puts))}", param="bench")
 
 
-def _small(client: SyncStoreClient, repeats: int) -> dict[str, float]:
-    size, count = SMALL
+def _scattered(client: SyncStoreClient, name: str, size: int, count: int, repeats: int) -> dict[str, float]:
+    """One value, gathered from many buffers of its own memory each, and scattered into as many."""
     pieces = [np.random.default_rng(i).integers(0, 255, size, np.uint8) for i in range(count)]
     into = [_touched(size) for _ in range(count)]
     puts, gets = [], []
     for turn in range(2 * repeats + 1):
-        puts.append(_timed(lambda t=turn: _put(client, [(f"small-{t}", pieces)])))  # type: ignore[misc]
-        gets.append(_timed(lambda t=turn: client.get(f"small-{t}", into=into)))  # type: ignore[misc]
-        client.remove(f"small-{turn}")
+        key = f"{name}-{turn}"
+        puts.append(_timed(lambda k=key: _put(client, [(k, pieces)])))  # type: ignore[misc]
+        gets.append(_timed(lambda k=key: client.get(k, into=into)))  # type: ignore[misc]
+        client.remove(key)
     if any(not np.array_equal(a, b) for a, b in zip(pieces, into, strict=True)):
         raise ConfigError("bench: a value came back changed", param="bench")
-    rates = [size * count / statistics.median(times[1:]) / 1e9 for times in (puts, gets)]
-    return {"many_small_gbs": min(rates), "many_small_put_gbs": rates[0], "many_small_get_gbs": rates[1]}
+    put, get = [size * count / statistics.median(times[1:]) / 1e9 for times in (puts, gets)]
+    return {f"{name}_gbs": min(put, get), f"{name}_put_gbs": put, f"{name}_get_gbs": get}
 
 
 def _existence(client: SyncStoreClient, peers: list[Peer]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Granted, Kind, Link
 
 BATCH_BLOCKS = 256
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 64 << 20
 FIRST = 4  # items asked for in the first message of a call
 GROWTH = 4  # how many times as many items the next message is about, up to a limit
 AHEAD = 2  # messages on their way
