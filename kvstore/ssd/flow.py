@@ -19,6 +19,7 @@ from moonpool.kvstore.ssd.copying import Scratch
 from moonpool.kvstore.transfer.throttle import TokenBucket
 
 T = TypeVar("T")
+QUEUE = 4096  # operations of one kind that may wait; more are given up at once
 TURN = 8  # every so many operations the lowest kind goes first, so that none starves
 SMOOTH = 0.2  # weight of the newest read in the expected time of the next
 
@@ -68,11 +69,14 @@ class Flow:
 
     def submit(self, op: Op[T]) -> None:
         with self._ready:
-            if self._closed:
+            queue = self._queues[op.kind]
+            if len(queue) >= QUEUE:  # a stalled disk: what was given up meanwhile still lies here
+                self._queues[op.kind] = queue = deque(waiting for waiting in queue if not waiting.claimed)
+            if self._closed or len(queue) >= QUEUE:
                 op.claimed = True
                 op.future.set_result(None)
                 return
-            self._queues[op.kind].append(op)  # type: ignore[arg-type]
+            queue.append(op)  # type: ignore[arg-type]
             self._ready.notify()
 
     async def settle(self, ops: Sequence[Op[T]], until: float | None = None) -> list[T | None]:
@@ -95,7 +99,8 @@ class Flow:
         return [op.future.result() for op in ops]
 
     def queued(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        with self._ready:
+            return sum(not op.claimed for queue in self._queues.values() for op in queue)
 
     def _give_up(self, ops: Sequence[Op[T]]) -> None:
         with self._ready:

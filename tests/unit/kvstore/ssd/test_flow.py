@@ -14,7 +14,7 @@ from support.ssd import SMALL, Faulty, key, put, read, right, slots, tier, write
 
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd
 from moonpool.kvstore.ssd.copying import Scratch
-from moonpool.kvstore.ssd.flow import TURN, Flow, Kind, Op
+from moonpool.kvstore.ssd.flow import QUEUE, TURN, Flow, Kind, Op
 from moonpool.kvstore.ssd.tier import SsdTier
 
 
@@ -190,4 +190,28 @@ async def test_no_more_system_calls_run_at_once_than_allowed_while_others_check_
             flow.submit(op)
         await flow.settle(ops)
     assert most == 2
+    await flow.close()
+
+
+async def test_a_stalled_disk_gathers_a_bounded_queue() -> None:
+    flow = Flow(1, 0, {}, time.monotonic)
+    begun, go = threading.Event(), threading.Event()
+
+    def stall(scratch: Scratch) -> bool:
+        begun.set()
+        return go.wait(10)
+
+    first = Op(Kind.READ, 1, stall)
+    flow.submit(first)
+    await asyncio.to_thread(begun.wait)
+    ops = [Op(Kind.READ, 1, lambda scratch: True) for _ in range(QUEUE + 5)]
+    for op in ops:
+        flow.submit(op)
+    assert [op.future.done() for op in ops] == [False] * QUEUE + [True] * 5
+    assert await flow.settle(ops[:QUEUE], until=time.monotonic()) == [None] * QUEUE
+    assert flow.queued() == 0
+    later = Op(Kind.READ, 1, lambda scratch: True)
+    flow.submit(later)
+    go.set()
+    assert await flow.settle([first, later]) == [True, True]
     await flow.close()
