@@ -216,6 +216,7 @@ async def test_room_is_made_by_cutting_off_the_silent_writer_and_nobody_else(tmp
             lost._target.state = ask_late  # type: ignore[method-assign]
             PAGES[:] += 1  # so that what it sends now differs from what lies there
             await asyncio.to_thread(push, lost, range(1, 2))  # it awakes, and goes on
+            await until(lambda: lost.failure is not None, "it hears that its landing is over")
             await lost.drain()
             await asyncio.to_thread(pushed_to_the_end, lost)
             PAGES[:] -= 1
