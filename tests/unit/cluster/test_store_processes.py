@@ -114,12 +114,12 @@ async def test_a_frozen_node_costs_a_fetch_its_deadline_and_is_forgotten_until_i
         s.signal("b", signal.SIGSTOP)
         blocks, seconds = await fetch(s, reader, "b", 500)
         assert blocks == 0
-        assert seconds < 1.5
+        assert seconds < 5
         await until(lambda: not s.live("b"), "it counts as silent")
         assert segments(service) == NOWHERE
-        blocks, seconds = await fetch(s, reader, "b")
+        blocks, seconds = await fetch(s, reader, "b", 8_000)
         assert blocks == 0
-        assert seconds < 0.5, "nobody waits for it any more"
+        assert seconds < 6, "nobody waits for it any more"
         await publish(reader, block_keys("x", 6))
         s.signal("b", signal.SIGCONT)
         await until(lambda: s.live("b") and s.member("b").incarnation > frozen.incarnation, "it is back as a new life", 30)
@@ -135,9 +135,9 @@ async def test_a_killed_node_is_forgotten_and_one_that_joins_is_known_without_a_
             await publish(author, KEYS)
         await until(lambda: segments(service) == AT_B, "the conductor knows what it holds")
         s.signal("b", signal.SIGKILL)
-        blocks, seconds = await fetch(s, reader, "b", 2_000)
+        blocks, seconds = await fetch(s, reader, "b", 8_000)
         assert blocks == 0
-        assert seconds < 1.5, "a broken connection is no reason to wait"
+        assert seconds < 6, "a broken connection is no reason to wait"
         await until(lambda: segments(service) == NOWHERE, "its blocks are forgotten")
         await s.start("b")
         async with s.worker("b", "decode-b") as author:

@@ -63,14 +63,14 @@ async def test_fetches_from_peers_that_do_not_answer_end_at_their_deadline_and_h
         for i, kind in enumerate(KINDS):
             half = await stack.enter_async_context(peer(kind))
             s.roll.say(member(f"store-h{i}", Role.STORE, f"h{i}", address=half.address))
-            fetch = s.workers["a"].fetch(block_keys(f"h{i}", 4), NodeId(f"h{i}"), half.address, 700)
+            fetch = s.workers["a"].fetch(block_keys(f"h{i}", 4), NodeId(f"h{i}"), half.address, 1_500)
             waiting.append(asyncio.create_task(fetch))
         await until(
             lambda: s.nodes["a"].numbers()["slots_reserved"] + s.nodes["a"].numbers()["slots_fenced"] == 16, "all are asked"
         )
         assert [slot.key for slot in (await s.fetch("a", keys, "b")).slots] == keys
         assert sum(task.done() for task in waiting) < 2, "the healthy one did not wait for the others"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             results = await asyncio.gather(*waiting)
         assert [result.ticket.slots for result in results] == [()] * len(KINDS)
         await until(lambda: s.nodes["a"].numbers()["slots_fenced"] == 4 * len(KINDS), "they were told of slots, and may write")
