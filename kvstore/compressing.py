@@ -111,7 +111,8 @@ class Compressor:
                     param="keys",
                 )
             if dry_run:
-                gone = self._control.drop(leading, dry_run=True)
+                fresh = {entry.key for entry in todo}
+                gone = self._control.drop([k for k in leading if k in fresh or self._has_copy(k, codec)], dry_run=True)
                 after = sum(coded(entry.layout, codec.name).slot_bytes for entry in todo)
                 return Compressed(len(todo), gone.kept, gone.bytes, after)
             made = after = 0

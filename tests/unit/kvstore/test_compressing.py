@@ -133,8 +133,10 @@ async def test_blocks_of_those_who_allow_none_are_left_alone(tmp_path: Path) -> 
     async with store_node(settings(tmp_path), Roll()) as node, worker(node) as (client, _):
         await publish(client, KEYS[:2], use=ALICE)
         await publish(client, KEYS[2:], KEYS[1], BOB)
+        plan = await node.compressor.compress(KEYS, "int8", dry_run=True)
         done = await node.compressor.compress(KEYS, "int8", dry_run=False)
-        assert (done.made, done.kept) == (2, 2)
+        assert (done.made, done.kept, done.bytes_before) == (2, 2, 0)
+        assert done == plan
         assert findable(node, KEYS) == 5
 
 
