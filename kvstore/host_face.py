@@ -156,6 +156,9 @@ class HostFace:
             self._hang_up(caller)
         except MoonpoolError as e:
             self._reply(caller, number, frames.encode_error(number, e))
+        except Exception as e:
+            log.error("call_failed", pid=caller.pid, exc_info=e)
+            self._hang_up(caller)
 
     def _take(self, caller: Caller, head: Head, frame: memoryview) -> bytes | None:
         if caller.calls is not None:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.store import LAYOUT, Roll, config, member, until
 
 from moonpool.core.config import MIB
-from moonpool.core.errors import PeerSilent
-from moonpool.core.ids import Role
+from moonpool.core.errors import MoonpoolError, PeerSilent
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.use import Use
 from moonpool.kvstore import Put, SyncStoreClient, host_calls, host_face
+from moonpool.kvstore.claims import Life
+from moonpool.kvstore.eviction.lru import Lru
+from moonpool.kvstore.host_calls import HostCalls, Layouts
 from moonpool.kvstore.host_link import HostLink
 from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.node_sessions import NodeSession
+from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.slots import SlotMap
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Kind, Link, Wanted
 
@@ -225,6 +238,62 @@ async def test_a_node_that_leaves_ends_its_connections(tmp_path: Path) -> None:
         link = await asyncio.to_thread(HostLink.open, path_of(node), 1, "t")
     with pytest.raises(PeerSilent, match="is over"):
         await asyncio.to_thread(link.ask, frames.encode_keys(Kind.EXISTS, 1, []))
+
+
+class Bare:
+    """As much of a store node as calls on its pool need."""
+
+    def __init__(self) -> None:
+        self.pool = Pool(NodeId("a"), Incarnation(1), SlotMap([4 * MIB]), Lru())
+        self.clock = time.monotonic
+        self.leaving = SimpleNamespace(begun=False)
+        self.regions = SimpleNamespace(files=[])
+        self.peers = Roll()
+        self.member = member("store-a", Role.STORE, "a")
+
+    def changed(self) -> None:
+        self.pool.take_events()
+
+
+keys = st.integers(0, 12).map(lambda i: bytes([i]) * 16)
+wanted = st.builds(Wanted, keys, st.integers(0, 10), st.sampled_from(Link))
+questions = st.one_of(
+    st.binary(max_size=80).map(lambda raw: frames.encode_keys(Kind.OPEN, 1, [])[: frames.HEAD_BYTES] + raw),
+    st.builds(lambda kind, raw: bytes([kind]) + raw[1:], st.integers(1, 15), st.just(frames.encode_ids(Kind.SEAL, 1, [1, 2]))),
+    st.builds(lambda parent, blocks: frames.encode_reserve(1, parent, blocks), keys, st.lists(wanted, max_size=6)),
+    st.builds(
+        lambda kind, asked, word: frames.encode_keys(kind, 1, asked, word=word),
+        st.sampled_from([Kind.EXISTS, Kind.LOOKUP, Kind.PIN, Kind.OPEN, Kind.REMOVE]),
+        st.lists(keys, max_size=6),
+        st.integers(0, 10),
+    ),
+    st.builds(
+        lambda kind, ids: frames.encode_ids(kind, 1, ids),
+        st.sampled_from([Kind.SEAL, Kind.ABANDON, Kind.UNPIN]),
+        st.lists(st.integers(0, 40), max_size=6),
+    ),
+    keys.map(lambda key: frames.encode_quarantine(1, key, 0, "here")),
+)
+
+
+@settings(max_examples=200)
+@given(st.lists(questions, max_size=12))
+def test_any_questions_in_any_order_are_answered_or_refused_and_leave_the_books_right(asked: list[bytes]) -> None:
+    node: Any = Bare()
+    life = Life(MemberId("client-1"), Incarnation(1))
+    calls = HostCalls(node, NodeSession(1, life, 0.0, False), Use("t"), Layouts(node.pool.register), lambda *_: None)
+    for question in asked:
+        view = memoryview(question)
+        with contextlib.suppress(MoonpoolError):
+            answer = calls.answer(frames.head(view), view)
+            assert answer is not None
+            frames.head(memoryview(answer))
+    node.pool.session_ended(1, 0.0)
+    node.pool.writer_gone(life, 0.0)
+    node.pool.clear()
+    numbers = node.pool.numbers()
+    assert (numbers["pins"], numbers["reservations"], numbers["tickets"]) == (0, 0, 0)
+    assert numbers["pool_free_bytes"] == numbers["pool_bytes"]
 
 
 def test_items_of_a_frame_are_reserved_in_runs_that_hang_together() -> None:
