@@ -54,13 +54,18 @@ class HostFace:
 
     def __init__(self, node: StoreNode, names_key: bytes) -> None:
         self.layouts = Layouts(node.pool.register)
-        self.path = socket_path(node.config.state_dir(Path.home()), node.member.node, "store")
+        folder = node.config.state_dir(Path.home())
+        self.path = socket_path(folder, node.member.node, "store")
+        self._named = folder / f"{node.member.node}.store.sock"  # a link to it where its own path is too long for a socket
         self.counted: Counter[str] = Counter()
         self._node = node
         self._names_key = names_key
         self._callers: set[Caller] = set()
         self._buffer = bytearray(frames.MAX_FRAME_BYTES)
         self._listener, self._inode = listen(self.path)
+        if self._named != self.path:
+            self._named.unlink(missing_ok=True)
+            self._named.symlink_to(self.path)
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def numbers(self) -> dict[str, float]:
@@ -80,6 +85,8 @@ class HostFace:
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._listener)
         stop_listening(self._listener, self.path, self._inode)
+        if self._named.is_symlink() and not self._named.exists():
+            self._named.unlink()
         for caller in list(self._callers):
             self._hang_up(caller)
 

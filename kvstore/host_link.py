@@ -23,10 +23,10 @@ SOCKET_SUFFIX = ".store.sock"
 def find_socket(path: Path) -> Path:
     """``path`` itself, or the one store socket in the state folder ``path``. ConfigError where there is none, or several."""
     if not path.is_dir():
-        return path
+        return path.resolve()  # it may be a link in a folder whose name is too long for a socket
     found = sorted(path.glob(f"*{SOCKET_SUFFIX}"))
     if len(found) == 1:
-        return found[0]
+        return found[0].resolve()
     several = ", ".join(one.name for one in found)
     raise ConfigError(
         f"path: {path} has {len(found)} store sockets ({several}); name one"

@@ -308,6 +308,17 @@ def test_a_folder_without_a_node_or_with_two_is_refused_with_what_to_do(tmp_path
         StoreClient.connect_sync(tmp_path)
 
 
+async def test_a_state_folder_whose_name_is_too_long_for_a_socket_leads_to_it_all_the_same(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    async with node_at(folder) as node:
+        assert node.host_face is not None
+        assert node.host_face.path.parent != folder
+        async with await StoreClient.connect(folder) as client:
+            assert await client.put("v", b"x") is Put.STORED
+    assert not list(folder.glob("*.sock"))
+
+
 def test_the_library_is_imported_without_torch_ray_and_grpc() -> None:
     code = (
         "import sys; from moonpool.kvstore import StoreClient; print([m for m in ('torch', 'ray', 'grpc') if m in sys.modules])"
