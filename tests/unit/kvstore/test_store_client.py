@@ -22,6 +22,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.kvstore import Put, StoreClient, SyncStoreClient
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.objects import CHUNK, CLASSES, RAW_LAYOUTS, chunks_of
+from moonpool.wire import host_frames
 
 
 @asynccontextmanager
@@ -107,6 +108,17 @@ async def test_many_values_of_mixed_sizes_are_found_whole_in_any_order(tmp_path:
         names = ["nobody", *reversed(values), "nothing"]
         assert await client.exists_many(names) == [False, *[True] * len(values), False]
         assert await client.get_many(names) == [None, *[values[n] for n in reversed(values)], None]
+
+
+async def test_values_whose_places_do_not_fit_into_one_answer_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_frames, "room_for_places", lambda objects: 5)
+    values = {f"v{i}": bytes_of(2 * CHUNK + CHUNK // 2, i) for i in range(5)}  # of three chunks and more
+    async with joined(tmp_path, pool_bytes=64 * MIB) as (node, client):
+        await client.put_many(list(values.items()))
+        assert await client.get_many(["nobody", *values]) == [None, *values.values()]
+        assert node.pool.numbers()["pins"] == 0
 
 
 async def test_a_value_stays_until_it_is_removed(tmp_path: Path) -> None:
