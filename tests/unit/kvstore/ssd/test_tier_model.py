@@ -76,10 +76,10 @@ class _Model:
 
     async def write(self, layout: KVLayout, rng: random.Random) -> None:
         names = [n for n in rng.sample(range(60), rng.randint(1, 25)) if (layout, n) not in self.held]
+        self.erased -= {(layout, n) for n in names}  # a write that fails may still be found whole later
         for n, extent in zip(names, await self.of.write(writes(layout, names)), strict=True):
             if extent is not None:
                 self.held[layout, n] = extent
-                self.erased.discard((layout, n))
                 self.bad.discard((layout, n))
 
     async def read(self, layout: KVLayout, rng: random.Random) -> None:
