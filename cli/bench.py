@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,14 @@ import typer
 from moonpool.cli.options import AsJson
 
 bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
+
+
+@bench.callback()
+def logs_apart() -> None:
+    """Standard output is for figures."""
+    import structlog
+
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 @bench.command("serve")
