@@ -380,5 +380,10 @@ class Holdings:
             raise Bug(f"block {entry.key.hex()} has no slot: it is on SSD only")
         return self.slots.ref(entry.slot, entry.key)
 
+    def refs_of(self, rows: Sequence[int]) -> tuple[SlotRef, ...]:
+        slot, key = self.index.slot, self.index.key
+        places = self.slots.places([slot[row] for row in rows])
+        return tuple([SlotRef(region, offset, key[row]) for (region, offset), row in zip(places, rows, strict=True)])
+
     def ref_of(self, row: int) -> SlotRef:
         return self.slots.ref(self.index.slot[row], self.index.key[row])

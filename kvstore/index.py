@@ -32,7 +32,6 @@ NONE, MANY = -1, -2  # no row, slot or extent; and in ``child``: several
 # Flags of a row: findable; candidate in either tier; chosen to be evicted from DRAM, but not yet; held by somebody.
 FOUND, IN_DRAM, ON_SSD, CHOSEN, SOFT, HARD = 1, 2, 4, 8, 16, 32
 GROW = 1024  # rows made at once, at least
-FEW = 4  # so few rows are not worth the trouble of handling them all at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +160,14 @@ class BlockIndex:
 
         ``first`` is their place in the prompt of ``use``. Bug where one is here already.
         """
-        rows = self._insert(keys, parent, account, now)
-        slot = self.slot
-        for row, at in zip(rows, slots, strict=True):
-            slot[row] = at
+        rows = self._insert(keys, slots, account, now)
+        if parent >= 0:
+            self._link(rows[0], parent)
+        parents, child, above = self.parent, self.child, parent
+        for row, below in zip(rows, (*rows[1:], NONE), strict=True):
+            parents[row] = above
+            child[row] = below
+            above = row
         self._log.record(BlockChange.STORED, Tier.G2, keys)
         self.in_dram[self._accounts.size_of[account]] += len(rows)
         self._tell_stored(self.policy, rows, keys, first, use, now)
@@ -173,10 +176,9 @@ class BlockIndex:
 
     def add_apart(self, keys: Sequence[bytes], slots: Sequence[int], account: int, use: Use, now: float) -> list[int]:
         """Blocks sealed in ``slots`` of DRAM, each a sequence of its own. Bug where one is here already."""
-        rows = self._insert(keys, NONE, account, now, apart=True)
-        slot = self.slot
-        for row, at in zip(rows, slots, strict=True):
-            slot[row] = at
+        rows = self._insert(keys, slots, account, now)
+        for row in rows:
+            self.parent[row] = self.child[row] = NONE
         self._log.record(BlockChange.STORED, Tier.G2, keys)
         self.in_dram[self._accounts.size_of[account]] += len(rows)
         for row, key in zip(rows, keys, strict=True):
@@ -184,7 +186,8 @@ class BlockIndex:
         self.refresh(rows)
         return rows
 
-    def _insert(self, keys: Sequence[bytes], parent: int, account: int, now: float, *, apart: bool = False) -> list[int]:
+    def _insert(self, keys: Sequence[bytes], slots: Sequence[int], account: int, now: float) -> list[int]:
+        """Rows of new blocks. The caller writes who their parents and children are."""
         spare, n = self._spare, len(keys)
         while len(spare) < n:
             self._grow()
@@ -194,34 +197,21 @@ class BlockIndex:
         self._found.update(zip(keys, rows, strict=True))
         if len(self._found) != before + n:
             raise Bug(f"a block was sealed twice: one of {n} after {keys[0].hex()}")
-        if parent >= 0:
-            self._link(rows[0], parent)
-        names, parents, child, accounts = self.key, self.parent, self.child, self.account
-        used, flags = self.used, self.flags
-        above, start, end = parent, rows[0], rows[0] + n
-        if not apart and n > FEW and rows == list(range(start, end)):  # usual: rows of a sequence are given back in order
-            names[start:end] = keys
-            parents[start:end] = array("i", (parent, *rows[:-1]))
-            child[start:end] = array("i", (*rows[1:], NONE))
-            accounts[start:end] = array("H", (account,)) * n
-            used[start:end] = array("f", (now,)) * n
-            flags[start:end] = bytes((FOUND,)) * n
-            return rows
-        for row, key in zip(rows, keys, strict=True):
-            names[row] = key
-            parents[row] = above
-            child[row] = NONE
-            accounts[row] = account
-            used[row] = now
-            flags[row] = FOUND
-            above = NONE if apart else row
-        if apart:
-            return rows
-        above = rows[0]
-        for row in rows[1:]:
-            child[above] = row
-            above = row
+        at = 0
+        for upto in _breaks(rows):  # usually few: rows of a sequence are given back in order
+            self._fill(rows[at], keys[at:upto], slots[at:upto], account, now)
+            at = upto
         return rows
+
+    def _fill(self, row: int, keys: Sequence[bytes], slots: Sequence[int], account: int, now: float) -> None:
+        """Rows from ``row`` on are these blocks."""
+        n = len(keys)
+        end = row + n
+        self.key[row:end] = keys
+        self.slot[row:end] = array("i", slots)
+        self.account[row:end] = array("H", (account,)) * n
+        self.used[row:end] = array("f", (now,)) * n
+        self.flags[row:end] = bytes((FOUND,)) * n
 
     def _grow(self) -> None:
         first, more = len(self.key), max(GROW, len(self.key) // 16)
@@ -235,10 +225,12 @@ class BlockIndex:
 
     def add_on_ssd(self, key: bytes, parent: int, extent: int, account: int, use: Use, now: float) -> int:
         """A block that only SSD has. Bug where it is here already."""
-        (row,) = self._insert([key], parent, account, now)
-        self.put_on_ssd(row, extent, use, now)
+        (row,) = self._insert((key,), (NONE,), account, now)
+        self.parent[row], self.child[row] = parent, NONE
         if parent >= 0:
+            self._link(row, parent)
             self.refresh((parent,))
+        self.put_on_ssd(row, extent, use, now)
         return row
 
     def put_on_ssd(self, row: int, extent: int, use: Use, now: float) -> None:
@@ -483,13 +475,12 @@ class BlockIndex:
         """At most ``n`` blocks before ``row``, the nearest first, that the policy would evict right after it."""
         if self._follow is None or n <= 0 or self.extent[row] >= 0:
             return []
-        parent, child, slot, extent, account = self.parent, self.child, self.slot, self.extent, self.account
-        flags, pins, mine = self.flags, self.pins, account[row]
+        parent, child, slot, account, flags, pins = self.parent, self.child, self.slot, self.account, self.flags, self.pins
+        mine = account[row]
         chain: list[int] = []
         above = parent[row]
-        while above >= 0 and len(chain) < n:
-            alone = child[above] == row and extent[above] < 0 <= slot[above] and account[above] == mine
-            if not alone or above in pins or flags[above] & (SOFT | HARD):
+        while above >= 0 and child[above] == row and flags[above] == FOUND and len(chain) < n:  # no candidate, held by nobody
+            if slot[above] < 0 or account[above] != mine or above in pins:
                 break
             chain.append(above)
             row, above = above, parent[above]
@@ -529,25 +520,28 @@ class BlockIndex:
 
     def _remove(self, rows: Sequence[int]) -> list[int]:
         """These leaves, without pins, are in no tier any more. Returns parents, which may be candidates now."""
-        found, names, parent, child, flags, slot = self._found, self.key, self.parent, self.child, self.flags, self.slot
-        parents, above = [], NONE
-        for row in rows:
-            if above >= 0 and above != row:
-                parents.append(above)  # else it goes, too, right after its child
-            del found[names[row]]
-            names[row] = b""
-            flags[row] = 0
-            slot[row] = NONE
-            above = parent[row]
-            if above >= 0:
+        if not rows:
+            return []
+        child, parents = self.child, []
+        ups = map(self.parent.__getitem__, rows)
+        for row, above, after in zip(rows, ups, (*rows[1:], NONE), strict=True):
+            if above >= 0 and above != after:  # else it goes, too, right after its child
+                parents.append(above)
                 if child[above] == row:
                     child[above] = NONE
                 else:
                     self._unlink(row, above)
-        if above >= 0:
-            parents.append(above)
+        for row in rows:
+            del self._found[self.key[row]]
+        ascending, at = rows[::-1], 0
+        for upto in _breaks(ascending):  # usually few: blocks of a sequence lie side by side
+            start, n = ascending[at], upto - at
+            self.key[start : start + n] = [b""] * n
+            self.flags[start : start + n] = bytes(n)
+            self.slot[start : start + n] = array("i", (NONE,)) * n
+            at = upto
         self._spare.extend(rows)
-        return [row for row in parents if flags[row]]
+        return [row for row in parents if self.flags[row]]
 
     def _link(self, row: int, parent: int) -> None:
         only = self.child[parent]
@@ -696,3 +690,8 @@ class BlockIndex:
     def rows(self) -> list[int]:
         """Of what can be found, parents first."""
         return list(self._found.values())
+
+
+def _breaks(rows: Sequence[int]) -> list[int]:
+    """Places after which ``rows`` do not count up by one, and the end."""
+    return [at for at, (row, before) in enumerate(zip(rows[1:], rows, strict=False), 1) if row != before + 1] + [len(rows)]

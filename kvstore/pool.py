@@ -103,7 +103,7 @@ class Pool:
             self.held.pin(rows)
             self.held.index.touch(rows, 0, use, now)
             self._tickets[ticket.id] = ticket
-        return Ticket(ticket.id, tuple(map(self.held.ref_of, rows)))
+        return Ticket(ticket.id, self.held.refs_of(rows))
 
     def unpin(self, session: int, ticket: int, now: float) -> bool:
         """End a ticket. Doing it again is a no-op that is counted."""

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence, Set
 from enum import StrEnum
+from heapq import heapify, heappop
 
 from moonpool.core.errors import Bug
 from moonpool.core.landing import SlotRef
@@ -277,12 +278,14 @@ class SlotMap:
     def _add(self, span: Span) -> None:
         number = self._spare_spans.pop() if self._spare_spans else len(self._spans)
         self._spans[number] = span
+        self._shelves[span.size].spans.add(number)
         insort(self._starts, (span.start, number))
         self._span_of[span.first : span.first + span.count] = array("H", (number,)) * span.count
 
     def _remove(self, number: int) -> Span:
         span = self._spans.pop(number)
         self._spare_spans.append(number)
+        self._shelves[span.size].spans.discard(number)
         del self._starts[bisect_right(self._starts, (span.start, number)) - 1]
         return span
 
@@ -319,15 +322,13 @@ class SlotMap:
         All that such a span holds are sealed slots whose owners nobody has ``pinned``. The least used first. It can be
         vacated once as many slots of its size are free, in whatever span, as it has in all.
         """
-        size, least = slot_bytes // SLOT_ALIGN, into_bytes // SLOT_ALIGN
-        fitting = [
-            (span.count - span.free, span.count, number)
-            for number, span in self._spans.items()
-            if span.size == size and span.length >= least
-        ]
-        fitting.sort()
-        for used, count, number in fitting:
-            first = self._spans[number].first
+        spans, least = self._spans, into_bytes // SLOT_ALIGN
+        numbers = self._shelves[slot_bytes // SLOT_ALIGN].spans
+        fitting = [(s.count - s.free, s.count, n) for n in numbers if (s := spans[n]).length >= least]
+        heapify(fitting)
+        while fitting:
+            used, count, number = heappop(fitting)
+            first = spans[number].first
             owners = self._owner[first : first + count]
             if RESERVED not in owners and FENCED not in owners and pinned.isdisjoint(owners):
                 yield used, count, number

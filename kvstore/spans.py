@@ -122,6 +122,7 @@ class Shelf:
 
     size: int
     free: FreeRuns = field(default_factory=FreeRuns)  # slot numbers
+    spans: set[int] = field(default_factory=set)
     slots: int = 0
 
 
