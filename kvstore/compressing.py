@@ -25,7 +25,7 @@ from moonpool.kvstore.codecs.codec import Bytes, Codec, can_be_coded, coded, dec
 from moonpool.kvstore.codecs.copies import allows_lossy, copy_key, read_key
 from moonpool.kvstore.codecs.make import make_codec
 from moonpool.kvstore.control import Control
-from moonpool.kvstore.index import Entry
+from moonpool.kvstore.rows import Entry
 
 if TYPE_CHECKING:
     from moonpool.kvstore.node import StoreNode

@@ -14,8 +14,8 @@ from moonpool.core.events import Tier
 from moonpool.core.layout import RAW, KVLayout
 from moonpool.core.use import DEFAULT_TENANT
 from moonpool.kvstore.codecs.copies import LOSSY, all_keys, copy_key, decoded_key
-from moonpool.kvstore.index import Entry
 from moonpool.kvstore.pool import Cleared, Pool
+from moonpool.kvstore.rows import Entry
 
 ENDS = 256  # of one prompt, in one answer
 PART = 1024  # blocks dropped in one go: some 20 ms

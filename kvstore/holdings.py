@@ -21,7 +21,8 @@ from moonpool.core.use import Use
 from moonpool.kvstore.accounts import Accounts
 from moonpool.kvstore.event_log import EventLog
 from moonpool.kvstore.eviction.policy import EvictionPolicy
-from moonpool.kvstore.index import CHOSEN, IN_DRAM, NONE, BlockIndex, Entry
+from moonpool.kvstore.index import BlockIndex
+from moonpool.kvstore.rows import CHOSEN, IN_DRAM, NONE, Entry
 from moonpool.kvstore.slots import SlotMap, SlotState
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_]")

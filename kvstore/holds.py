@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from moonpool.core.errors import Busy
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import HARD, SOFT
+from moonpool.kvstore.rows import HARD, SOFT
 
 
 class Holds:

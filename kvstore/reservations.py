@@ -17,8 +17,8 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import Life, Reservation, Reserved
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import NONE
 from moonpool.kvstore.landings import Landings
+from moonpool.kvstore.rows import NONE
 
 
 @dataclass(slots=True, eq=False)

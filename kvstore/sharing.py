@@ -20,8 +20,8 @@ from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import Life, Reserved
-from moonpool.kvstore.index import Entry
 from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.rows import Entry
 from moonpool.kvstore.shared_tier.tier import SharedRead, SharedTier
 from moonpool.kvstore.ssd.blocks import ReadEnd, Write
 

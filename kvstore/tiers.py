@@ -11,8 +11,8 @@ from typing import Protocol
 
 from moonpool.core.use import Use
 from moonpool.kvstore.holdings import Holdings
-from moonpool.kvstore.index import CHOSEN, IN_DRAM, NONE
 from moonpool.kvstore.ladder_claims import Demotion, Promotion
+from moonpool.kvstore.rows import CHOSEN, IN_DRAM, NONE
 
 LOOKED_AT = 4  # times the blocks wanted: so many candidates are looked at for some that only DRAM has
 
