@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from support.carrier_peer import from_json, map_file, pattern, receiver_of, receiving_peer, sending_peer, to_json, who
 
@@ -279,3 +282,23 @@ def test_a_process_that_leaves_with_pushes_in_flight_and_nothing_closed_exits_cl
         other.tell("leave")
         assert other.process.wait(30) == 0
         assert target.end() == 0
+
+
+def test_a_pickle_and_noise_at_every_port_of_a_receiver_do_nothing(tmp_path: Path, carrier: str, sender: Sender) -> None:
+    marker = tmp_path / "marker"
+    opening = f"cbuiltins\nopen\n(V{marker}\nVw\ntR.".encode()
+    with receiving_peer(carrier, tmp_path / "r", SIZE) as other:
+        target = other.endpoint()
+        other.ask("open")
+        sender.connect(target).result(20)
+        listening = psutil.Process(other.process.pid).net_connections("tcp")
+        ports = [one.laddr for one in listening if one.status == psutil.CONN_LISTEN]
+        assert ports
+        for host, port in ports:
+            for data in (opening, np.random.default_rng(9).bytes(4096)):
+                with socket.create_connection((host, port), 5) as raw, suppress(ConnectionError):
+                    raw.sendall(data)
+        for one in push_slices(sender, target, 0):
+            one.result(20)
+        assert (map_file(str(tmp_path / "r"), SIZE) == expected_slices(0)).all()
+        assert not marker.exists() and other.end() == 0
