@@ -24,7 +24,7 @@ from moonpool.loadgen.trace import TraceRow, read_trace
 POLICIES = ("lru", "lfu", "length_aware", "s3fifo", "hazard")
 SIZES = (1_000_000, 3_000_000, 10_000_000)
 TRUNK_FANOUT = 30  # continuations of a block from which on everybody shares it
-PART = 4  # blocks asked for at once, so that parents soon compete with the rest
+PART = 1  # blocks asked for at once; a store asks for more, and parents compete a little later
 DECODE_S, DECODE_TOKEN_S = 2.0, 0.045  # a request ends so long after its arrival: what is learned from outputs comes late
 FULL_BLOCKS_ONLY = frozenset({"hazard"})
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from moonpool.core.use import Use
-from moonpool.kvstore.eviction.reuse import BINS, EDGES, WIDTH, ReuseHazard
+from moonpool.kvstore.eviction.hazard_tables import BINS, EDGES, WIDTH
+from moonpool.kvstore.eviction.reuse import ReuseHazard
 
 LEFTOVER = 0.02  # weight of blocks that a newer request of the conversation did not use
 SHARED_FROM = 30  # continuations of a block from which on it is common to many conversations
@@ -32,7 +33,10 @@ TURNS = (2, 3, 4, 5, 7, 10, 15)
 GAPS_S = (0, 15, 30, 60, 90, 150, 240, 400, 700)
 GROWTH = (0, 64, 128, 256, 512, 1_024, 2_048, 4_096, 8_192)
 HALF_OCTAVES = 40  # of token counts
-CODES = (KINDS, len(TURNS) + 1, HALF_OCTAVES, len(GAPS_S) + 1, len(GROWTH) + 2)
+OCTAVES = HALF_OCTAVES // 2
+TURN_OCTAVES = (len(TURNS) + 1) * OCTAVES
+CODES = (KINDS, len(TURNS) + 1, HALF_OCTAVES, len(GAPS_S) + 1, len(GROWTH) + 2, TURN_OCTAVES)  # see _coded
+CODES_OF_ENDED = (*CODES, HALF_OCTAVES, TURN_OCTAVES)  # see _with_output
 
 
 class Group:
@@ -60,7 +64,8 @@ class Hazard:
 
     def __init__(self) -> None:
         self._running = ReuseHazard(CODES)
-        self._ended = ReuseHazard((*CODES, HALF_OCTAVES))  # the same requests, by the length of their output too
+        self._ended = ReuseHazard(CODES_OF_ENDED)  # the same requests, by the length of their output too
+        self._next = self._ended  # the two take turns, so that no pause is twice as long
         self._newest: dict[Use, Group] = {}
         self._ends = 0
         self._owner: list[Group | None] = []
@@ -126,7 +131,7 @@ class Hazard:
             self._ends += 1
             group.output = _half_octave(output_tokens)
             group.curve = (0, 0)
-            self._ended.recode(group.number, (*group.codes, group.output))
+            self._ended.recode(group.number, _with_output(group))
             if group.value is not None:
                 self._late.append(group)
 
@@ -160,7 +165,7 @@ class Hazard:
         group = Group(self._serial, use, use.turn, now)
         group.codes = self._coded(group, None, now)
         group.number = self._running.begin(group.codes, now)
-        self._ended.begin((*group.codes, 0), now)
+        self._ended.begin(_with_output(group), now)
         self._newest.pop(use, None)
         self._newest[use] = group
         if len(self._newest) > RUNNING:
@@ -178,7 +183,7 @@ class Hazard:
         group.codes = self._coded(group, parent, now)
         group.curve = (0, 0)
         self._running.recode(group.number, group.codes)
-        self._ended.recode(group.number, (*group.codes, group.output))
+        self._ended.recode(group.number, _with_output(group))
 
     def _coded(self, group: Group, parent: Group | None, now: float) -> tuple[int, ...]:
         use = group.use
@@ -189,7 +194,7 @@ class Hazard:
         if parent is not None:
             gap = bisect.bisect_right(GAPS_S, now - parent.born)
             growth = bisect.bisect_right(GROWTH, use.prompt_tokens - parent.use.prompt_tokens) + 1
-        return kind, turn, prompt, gap, growth
+        return kind, turn, prompt, gap, growth, turn * OCTAVES + prompt // 2
 
     def _parent_in_the_past(self, rows: Sequence[int]) -> Group | None:
         """The newest user of the deepest of these blocks that was here before and was evicted."""
@@ -246,10 +251,9 @@ class Hazard:
 
     def choose(self, n: int, now: float) -> list[int]:
         if self._fit_at is not None and now >= self._fit_at:
-            self._fit_at = now + REFIT_S
-            if self._running.fit(now):
-                if self._ends:
-                    self._ended.fit(now)
+            self._fit_at = now + REFIT_S / 2
+            self._next = self._ended if self._ends and self._next is self._running else self._running
+            if self._next.fit(now):
                 self._fits += 1
                 self._curve_of.clear()
                 self._ranked_at = now - RERANK_S
@@ -308,7 +312,7 @@ class Hazard:
         fit, row = group.curve
         if fit != self._fits:
             known = self._ended.fitted and group.output
-            codes = (*group.codes, group.output) if known else group.codes
+            codes = _with_output(group) if known else group.codes
             row = self._curve_of.setdefault(codes, len(self._curve_of))
             if row == len(self._curve_of) - 1:
                 if row == len(self._curves):
@@ -329,3 +333,7 @@ class Hazard:
 
 def _half_octave(tokens: int) -> int:
     return min(int(2 * math.log2(tokens + 1)), HALF_OCTAVES - 1)
+
+
+def _with_output(group: Group) -> tuple[int, ...]:
+    return (*group.codes, group.output, group.codes[1] * OCTAVES + group.output // 2)

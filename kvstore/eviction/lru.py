@@ -107,6 +107,6 @@ class Lru:
             state[row] &= QUEUED
 
     def _grow(self, rows: int) -> None:
-        more = max(rows - len(self._rank), len(self._rank) // 16, 1024)
+        more = max(rows - len(self._rank), len(self._rank) // 64, 1024)
         self._rank.extend([0] * more)
         self._state.extend(bytes(more))

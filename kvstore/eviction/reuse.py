@@ -1,17 +1,12 @@
 """When requests of a kind come back: a discrete-time hazard of reuse, learned from what was seen.
 
-A request is a row of *codes*, one per feature (which tenant and kind, turn, prompt length, ...). Its chance to be followed
-by the next request of its conversation within an age bin, given that it was not before, is
+A request is a row of *codes*, one per feature (which tenant and kind, turn, prompt length, ...); the model is that of
+``hazard_tables``. From the hazards follows the *index* of a request at age a: the largest ratio of the chance of a return
+within h to the expected time the block is held for it, over all h (an index in the manner of Gittins). Returns per held
+second: the lower, the sooner it goes.
 
-    hazard[bin] = base[bin] * product over features f of factor[f][code of f][phase of bin]
-
-a proportional-hazards model whose factors are tables. ``fit`` finds them by backfitting: a factor is (returns seen + s)
-/ (returns expected by everything else + s), so that a code seen seldom backs off to what the coarser tables say, and one
-never seen to 1. Requests not followed yet count with the age they have survived (right-censored).
-
-From the hazards follows the *index* of a request at age a: the largest ratio of the chance of a return within h to the
-expected time the block is held for it, over all h (an index in the manner of Gittins). Returns per held second: the lower,
-the sooner it goes.
+Traffic changes, and how fast nobody knows. So two memories are kept, a short and a long one, and the one is believed that
+foretold the last minutes better.
 """
 
 from __future__ import annotations
@@ -21,22 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-EDGES = np.array(
-    [0, 10, 20, 30, 40, 50, 60, 75, 90, 105, 120, 140, 160, 180, 210, 240, 270, 300, 360, 420, 480, 540, 600]
-    + [720, 840, 1_000, 1_200, 1_500, 1_800, 2_400, 3_600, 7_200],
-    np.float64,
-)
-BINS = len(EDGES) - 1
-WIDTH = np.diff(EDGES)
-PHASES = np.searchsorted(np.array([60.0, 240.0, 900.0]), EDGES[:-1], side="right")  # of each bin
-PHASE_COUNT = int(PHASES[-1]) + 1
-REMEMBERED = 1 << 13  # requests learned from, the newest: a fit over all of them stops the node for about 20 ms
+from moonpool.kvstore.eviction.hazard_tables import BINS, EDGES, Sample, Tables
+
+REMEMBERED = 1 << 13  # requests learned from, the newest: a fit over all of them stops the node for about 40 ms
+HALF_LIVES = (16_000.0, 500.0)  # requests after which one weighs half: the long memory, the short one
+MARGIN = 5.0  # of log-likelihood, by which the short memory must win: it knows less
+KEPT = 0.9  # weight of earlier scores at each fit
 LEAST_RETURNS = 8
-SWEEPS = 5
-STRENGTH = 8.0  # returns that the prior of a code's factor weighs
-PHASE_STRENGTH = 8.0  # returns that a code's factor of all ages weighs in each phase
-BASE_STRENGTH = 30.0  # requests at risk that the neighbouring bin weighs
-MOST_HAZARD = 0.9
 
 
 class ReuseHazard:
@@ -46,8 +32,9 @@ class ReuseHazard:
         self._born = np.zeros(REMEMBERED)
         self._after = np.full(REMEMBERED, np.inf)  # age at the first return
         self._seen = 0
-        self._factors = [np.ones((n, PHASE_COUNT)) for n in codes]
-        self._base = np.zeros(BINS)
+        self._memories = [Tables(codes) for _ in HALF_LIVES]
+        self._scores = [0.0] * len(HALF_LIVES)
+        self._fitted_at = 0.0
         self.returns = 0
         self.fitted = False
 
@@ -76,72 +63,36 @@ class ReuseHazard:
         """Learn anew from everything remembered; False, and nothing changed, before enough returns were seen."""
         if self.returns < LEAST_RETURNS:
             return False
-        n = min(self._seen, REMEMBERED)
-        codes, after = self._codes[:n], self._after[:n]
-        came = np.isfinite(after)
-        age = np.where(came, after, now - self._born[:n])
-        last = np.clip(np.searchsorted(EDGES, age, side="right") - 1, 0, BINS - 1)
-        reached = np.where(came, last + 1, last)  # bins survived, or ended by the return
-        events = np.bincount(last[came], minlength=BINS).astype(np.float64)
-        self._factors = [np.ones_like(table) for table in self._factors]
-        product = np.ones((n, PHASE_COUNT))
-        for _ in range(SWEEPS):
-            self._fit_base(events, reached, product)
-            held = self._expected(reached)
-            for f, table in enumerate(self._factors):
-                self._fit_factor(table, codes[:, f], came, last, held, product)
-        self._fit_base(events, reached, product)
-        self.fitted = True
+        if self.fitted:
+            self._score(now)
+        for tables, half_life in zip(self._memories, HALF_LIVES, strict=True):
+            tables.fit(self._sample(now, half_life))
+        self.fitted, self._fitted_at = True, now
         return True
-
-    def _fit_base(self, events: NDArray[np.float64], reached: NDArray[np.int64], product: NDArray[np.float64]) -> None:
-        """Returns over the weight at risk in each bin, drawn towards the rate of the bins around where few were seen."""
-        risk = np.empty(BINS)
-        for phase in range(PHASE_COUNT):
-            ending = np.bincount(reached, weights=product[:, phase], minlength=BINS + 1)
-            at_risk = ending[::-1].cumsum()[::-1][1:]  # [b]: weight of those that reach past the start of bin b
-            risk[phase == PHASES] = at_risk[phase == PHASES]
-        rate = events.sum() / max(float((risk * WIDTH).sum()), 1.0)
-        for b in range(BINS):
-            prior = rate * WIDTH[b]
-            self._base[b] = (events[b] + BASE_STRENGTH * prior) / (risk[b] + BASE_STRENGTH)
-            rate = self._base[b] / WIDTH[b]
-
-    def _expected(self, reached: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[request, phase]: returns that the base alone expects over the bins the request reached."""
-        out = np.empty((len(reached), PHASE_COUNT))
-        for phase in range(PHASE_COUNT):
-            sums = np.concatenate(([0.0], np.cumsum(np.where(phase == PHASES, self._base, 0.0))))
-            out[:, phase] = sums[reached]
-        return out
-
-    def _fit_factor(
-        self,
-        table: NDArray[np.float64],
-        codes: NDArray[np.int64],
-        came: NDArray[np.bool_],
-        last: NDArray[np.int64],
-        held: NDArray[np.float64],
-        product: NDArray[np.float64],
-    ) -> None:
-        """A code's factor is first that of all ages, then that of each phase drawn towards it."""
-        n = len(table)
-        others = product / table[codes]
-        seen = np.bincount(codes[came] * PHASE_COUNT + PHASES[last[came]], minlength=n * PHASE_COUNT).reshape(n, PHASE_COUNT)
-        expected = np.column_stack([np.bincount(codes, held[:, p] * others[:, p], minlength=n) for p in range(PHASE_COUNT)])
-        overall = (seen.sum(axis=1) + STRENGTH) / (expected.sum(axis=1) + STRENGTH)
-        table[:] = overall[:, None] * (seen + PHASE_STRENGTH) / (expected * overall[:, None] + PHASE_STRENGTH)
-        product[:] = others * table[codes]
 
     def index(self, codes: Sequence[int]) -> NDArray[np.float64]:
         """[BINS]: returns per held second at the start of each age bin, for a request of these codes."""
-        factor = np.ones(PHASE_COUNT)
-        for table, code in zip(self._factors, codes, strict=True):
-            factor = factor * table[code]
-        hazard = np.minimum(self._base * factor[PHASES], MOST_HAZARD)
-        alive = np.concatenate(([1.0], np.cumprod(1.0 - hazard)))
-        held = np.concatenate(([0.0], np.cumsum(WIDTH * (alive[:-1] + alive[1:]) / 2)))
-        chance = alive[:-1, None] - alive[None, 1:]
-        time = held[None, 1:] - held[:-1, None]
-        best: NDArray[np.float64] = np.where(time > 0, chance / np.where(time > 0, time, 1.0), 0.0).max(axis=1)
-        return best
+        long, short = self._scores
+        return self._memories[short > long + MARGIN].index(codes)
+
+    def _score(self, now: float) -> None:
+        """How well each memory foretold what happened since the last fit."""
+        n = min(self._seen, REMEMBERED)
+        born, after = self._born[:n, None], self._after[:n, None]
+        starts, ends = EDGES[:-1], EDGES[1:]
+        entered = (born + starts >= self._fitted_at) & (born + np.minimum(ends, after) <= now) & (after >= starts)
+        ended = entered & (after < ends)
+        active = entered.any(axis=1)
+        for at, tables in enumerate(self._memories):
+            told = tables.likelihood(self._codes[:n][active], entered[active], ended[active])
+            self._scores[at] = KEPT * self._scores[at] + told
+
+    def _sample(self, now: float, half_life: float) -> Sample:
+        n = min(self._seen, REMEMBERED)
+        after = self._after[:n]
+        came = np.isfinite(after)
+        age = np.where(came, after, now - self._born[:n])
+        last = np.clip(np.searchsorted(EDGES, age, side="right") - 1, 0, BINS - 1)
+        seconds = max(half_life * (now - float(self._born[:n].min())) / n, 1.0)
+        weight, later = np.exp2((self._born[:n] - now) / seconds), np.exp2(EDGES[:-1] / seconds)
+        return Sample(self._codes[:n], came, last, np.where(came, last + 1, last), weight, later)

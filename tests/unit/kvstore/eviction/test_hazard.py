@@ -119,3 +119,19 @@ def test_the_length_of_an_answer_tells_requests_of_one_use_apart() -> None:
         policy.ended(use, tokens, 404.0)
     policy.offer([500, 501])
     assert policy.choose(1, 405.0) == [501]
+
+
+def test_after_a_change_of_traffic_the_short_memory_is_believed() -> None:
+    """For 5,000 requests the first kind comes back after 20 s and the second never does; then it is the other way round."""
+    model, fit_at = ReuseHazard([3]), 300.0
+    for i in range(7_000):
+        now = float(i)
+        model.begin([1 + i % 2], now)
+        if i >= 20 and i % 2 == (0 if i < 5_000 else 1):
+            model.followed(i - 20, now)
+        if now >= fit_at:
+            fit_at += 300.0
+            model.fit(now)
+        if i == 4_900:
+            assert model.index([1])[0] > 5 * model.index([2])[0]
+    assert model.index([2])[0] > 5 * model.index([1])[0]
