@@ -168,7 +168,7 @@ class Rows:
         self.flags[row:end] = bytes((FOUND,)) * n
 
     def _grow(self) -> None:
-        first, more = len(self.key), max(GROW, len(self.key) // 16)
+        first, more = len(self.key), max(GROW, len(self.key) // 64)
         self.key = self.key + [b""] * more  # a new list, because one that is extended takes an eighth more than it needs
         for column in (self.parent, self.child, self.slot, self.extent):
             column.extend([NONE] * more)
