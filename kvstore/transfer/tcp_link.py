@@ -24,7 +24,7 @@ from moonpool.kvstore.transfer import tcp_wire
 from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, Endpoint
 from moonpool.kvstore.transfer.pieces import Extents, coalesce, region_sizes, require_inside
 from moonpool.kvstore.transfer.tcp_connection import AT_ONCE, KEEPALIVE
-from moonpool.kvstore.transfer.write import MAX_POSTED, Source, Write
+from moonpool.kvstore.transfer.write import MAX_POSTED, Source, Write, end
 
 MAX_ANSWERS = 1024  # read at once
 HICCUP_S = 1.0  # a thread that did not run for longer than this was stopped itself: no stall of its peer
@@ -71,7 +71,7 @@ class Link:
             if not self._connected and self._lost is None:
                 self._connects.append(done)
                 return
-        _end(done, self._lost)
+        end(done, self._lost)
 
     def submit(self, write: Write) -> None:
         with self._lock:
@@ -80,7 +80,7 @@ class Link:
                 self._waiting.append(write)
                 os.eventfd_write(self._wake, 1)
         if refused is not None:
-            _end(write.future, refused)
+            end(write.future, refused)
 
     def leave(self) -> None:
         """End when everything that was submitted has ended."""
@@ -99,7 +99,7 @@ class Link:
             if self._lost is None:
                 os.eventfd_write(self._wake, 1)
         for write in waiting:
-            _end(write.future, why)
+            end(write.future, why)
 
     def join(self) -> None:
         self._thread.join()
@@ -146,7 +146,7 @@ class Link:
             self._connected = True
             connects, self._connects = self._connects, []
         for done in connects:
-            _end(done, None)
+            end(done, None)
 
     def _work(self) -> None:
         """Until everything has ended after ``leave`` or ``close``."""
@@ -274,16 +274,6 @@ class Link:
             write.future.set_exception(error)
         self._posted.clear()
         for write in waiting:
-            _end(write.future, error)
+            end(write.future, error)
         for done in connects:
-            _end(done, error)
-
-
-def _end(future: Future[None], error: MoonpoolError | None) -> None:
-    """End one that is pending; one that was cancelled stays so."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+            end(done, error)

@@ -18,6 +18,7 @@ from moonpool.kvstore.transfer.pieces import memory_extents
 from moonpool.kvstore.transfer.tcp_link import Link
 from moonpool.kvstore.transfer.write import Source, Write
 
+MAX_LINKS = 128  # above it those that are lost go: a push to one of them then finds out by itself
 CONNECT_S = 2.0  # for connecting and being welcomed
 
 
@@ -86,6 +87,11 @@ class TcpSender:
                 return None
             link = self._links.get(target.agent_name)
             if link is None or (anew and link.lost):
+                self._forget_old()
                 link = self._links[target.agent_name] = Link(target, self._me, self._source, self._stall_s, self._connect_s)
                 link.start()
             return link
+
+    def _forget_old(self) -> None:
+        if len(self._links) > MAX_LINKS:
+            self._links = {name: link for name, link in self._links.items() if not link.lost}

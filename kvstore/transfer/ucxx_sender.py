@@ -18,8 +18,9 @@ from moonpool.core.membership import Member
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.transfer import tcp_wire, ucx
 from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, UNKNOWN, Endpoint, Pieces
-from moonpool.kvstore.transfer.pieces import Extents, coalesce, memory_extents, region_sizes, require_inside
+from moonpool.kvstore.transfer.pieces import Extents, coalesce, memory_extents, require_inside
 from moonpool.kvstore.transfer.throttle import TokenBucket
+from moonpool.kvstore.transfer.ucxx_peer import Peer
 from moonpool.kvstore.transfer.ucxx_worker import (
     ANSWER_TAG,
     CONTROL,
@@ -27,40 +28,16 @@ from moonpool.kvstore.transfer.ucxx_worker import (
     LOOK_S,
     WELCOME,
     WELCOME_TAG,
-    Requests,
     UcxxThread,
-    Worker,
     copied,
     empty,
     tag_of,
 )
-from moonpool.kvstore.transfer.write import MAX_POSTED, Write
+from moonpool.kvstore.transfer.write import MAX_POSTED, Write, end
 
 CONNECT_S = 2.0
 HICCUP_S = 1.5  # a thread that did not run for longer than this (it looks every second) was stopped itself
 log = structlog.get_logger(__name__)
-
-
-class _Peer:
-    def __init__(self, target: Endpoint) -> None:
-        self.target = target
-        self.regions = Extents({r.number: 0 for r in target.regions}, region_sizes(target.regions))
-        self.worker: Worker | None = None
-        self.number: int | None = None  # of the connection; None before the welcome
-        self.connected = False
-        self.since = 0.0
-        self.sends = Requests()
-        self.hears = Requests()
-        self.heard: NDArray[np.uint8] = empty(0)
-        self.hello = b""
-        self.waiting: deque[Write] = deque()
-        self.posted: deque[Write] = deque()
-        self.connects: list[Future[None]] = []
-        self.pushes = 0
-        self.tags = 0
-        self.moved = 0.0
-        self.forgotten = False
-        self.lost: MoonpoolError | None = None
 
 
 class UcxxSender:
@@ -75,7 +52,7 @@ class UcxxSender:
         self._bucket = TokenBucket(config.throttle_bytes_per_s)
         self._memories: tuple[NDArray[np.uint8], ...] = ()
         self._sources = Extents({}, {})
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._sent = 0
         self._transport = UNKNOWN
         self._looked: float | None = None
@@ -119,7 +96,7 @@ class UcxxSender:
     def _submit(self, call: Any, future: Future[None]) -> None:
         def failed(done: Future[None]) -> None:
             if (error := done.exception()) is not None and not future.done():
-                _end(future, error if isinstance(error, MoonpoolError) else TransferFailed(f"sending end: {error}"))
+                end(future, error if isinstance(error, MoonpoolError) else TransferFailed(f"sending end: {error}"))
 
         self._thread.call(call).add_done_callback(failed)
 
@@ -132,7 +109,7 @@ class UcxxSender:
         self._closing = True
         for peer in self._peers.values():
             while peer.waiting:
-                _end(peer.waiting.popleft().future, TransferFailed("the sending end is closed"))
+                end(peer.waiting.popleft().future, TransferFailed("the sending end is closed"))
 
     def _end(self) -> None:
         for peer in self._peers.values():
@@ -145,9 +122,9 @@ class UcxxSender:
             del self._peers[target.agent_name]
         peer = self._peer(target)
         if peer.connected:
-            _end(done, None)
+            end(done, None)
         elif peer.lost is not None:
-            _end(done, peer.lost)
+            end(done, peer.lost)
         else:
             peer.connects.append(done)
 
@@ -165,14 +142,14 @@ class UcxxSender:
         if peer is not None:
             peer.forgotten = True
 
-    def _peer(self, target: Endpoint) -> _Peer:
+    def _peer(self, target: Endpoint) -> Peer:
         found = self._peers.get(target.agent_name)
         if found is None:
-            found = self._peers[target.agent_name] = _Peer(target)
+            found = self._peers[target.agent_name] = Peer(target)
             self._guarded(found, lambda: self._dial(found))
         return found
 
-    def _dial(self, peer: _Peer) -> None:
+    def _dial(self, peer: Peer) -> None:
         address = tcp_wire.Address.decode(peer.target.metadata)
         peer.since = time.monotonic()
         peer.hello = tcp_wire.encode_hello(address, self._me).ljust(HELLO_BYTES, b"\0")
@@ -183,16 +160,16 @@ class UcxxSender:
         peer.worker.endpoints.append(endpoint)
         self._listen(peer, WELCOME.size, WELCOME_TAG)
 
-    def _send(self, peer: _Peer, data: NDArray[np.uint8], number: int = CONTROL) -> None:
+    def _send(self, peer: Peer, data: NDArray[np.uint8], number: int = CONTROL) -> None:
         assert peer.worker is not None and peer.number is not None
         self._thread.send(peer.sends, peer.worker.endpoints[0], data, tag_of(peer.number, number))
 
-    def _listen(self, peer: _Peer, size: int, tag: int) -> None:
+    def _listen(self, peer: Peer, size: int, tag: int) -> None:
         assert peer.worker is not None
         peer.heard = empty(size)
         self._thread.receive(peer.hears, peer.worker.endpoints[0], peer.heard, tag)
 
-    def _guarded(self, peer: _Peer, work: Any) -> None:
+    def _guarded(self, peer: Peer, work: Any) -> None:
         node = peer.target.node
         try:
             work()
@@ -223,7 +200,7 @@ class UcxxSender:
                 self._peers.pop(peer.target.agent_name, None)
         return wait_s
 
-    def _hear(self, peer: _Peer, now: float) -> None:
+    def _hear(self, peer: Peer, now: float) -> None:
         peer.sends.ended()
         while peer.hears.ended():
             peer.moved = now
@@ -236,20 +213,20 @@ class UcxxSender:
                 self._answered(peer, *tcp_wire.ANSWER.unpack(data))
             self._listen(peer, tcp_wire.ANSWER.size, ANSWER_TAG)
 
-    def _answered(self, peer: _Peer, number: int) -> None:
+    def _answered(self, peer: Peer, number: int) -> None:
         if not peer.connected:  # the answer to the hello
             assert peer.worker is not None
             peer.connected = True
             self._transport = ucx.lanes_of(peer.worker.endpoints[0].handle)
             connects, peer.connects = peer.connects, []
             for done in connects:
-                _end(done, None)
+                end(done, None)
         elif not peer.posted or peer.posted[0].number != number:
             raise InvalidRequest(f"node {peer.target.node} answered push {number}, which is not its turn")
         else:
             peer.posted.popleft().future.set_result(None)
 
-    def _patience(self, peer: _Peer, now: float) -> float:
+    def _patience(self, peer: Peer, now: float) -> float:
         """Seconds until something of ``peer`` is due; loses it where it took nothing for too long."""
         node = peer.target.node
         if not peer.connected and now - peer.since > self._connect_s:
@@ -262,7 +239,7 @@ class UcxxSender:
             return max(0.0, due - now)
         return LOOK_S if peer.connected and not peer.posted else min(self._stall_s, self._connect_s) / 10
 
-    def _post_what_may_go(self, peer: _Peer, now: float) -> None:
+    def _post_what_may_go(self, peer: Peer, now: float) -> None:
         while peer.waiting and len(peer.posted) < MAX_POSTED:
             write = peer.waiting[0]
             if write.due is None:
@@ -273,7 +250,7 @@ class UcxxSender:
             if write.future.set_running_or_notify_cancel():
                 self._post(peer, write, now)
 
-    def _post(self, peer: _Peer, write: Write, now: float) -> None:
+    def _post(self, peer: Peer, write: Write, now: float) -> None:
         if not peer.posted:
             peer.moved = now
         peer.pushes += 1
@@ -295,7 +272,7 @@ class UcxxSender:
             if frame:
                 self._send(peer, copied(frame))
 
-    def _lose(self, peer: _Peer, error: MoonpoolError) -> None:
+    def _lose(self, peer: Peer, error: MoonpoolError) -> None:
         """End its worker, so that nothing reads our memory for it; what has not ended ends with ``error``."""
         if peer.lost is not None:
             return
@@ -309,17 +286,7 @@ class UcxxSender:
         for write in posted:
             write.future.set_exception(error)
         while peer.waiting:
-            _end(peer.waiting.popleft().future, error)
+            end(peer.waiting.popleft().future, error)
         for done in peer.connects:
-            _end(done, error)
+            end(done, error)
         peer.connects.clear()
-
-
-def _end(future: Future[None], error: MoonpoolError | None) -> None:
-    """End one that is pending; one that was cancelled stays so."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

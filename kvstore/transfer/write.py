@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from moonpool.core.errors import MoonpoolError
 from moonpool.kvstore.transfer.carrier import LENGTH, Pieces
 from moonpool.kvstore.transfer.pieces import Extents
 from moonpool.kvstore.transfer.throttle import TokenBucket
@@ -46,3 +47,13 @@ class Write:
     @property
     def size(self) -> int:
         return int(self.pieces[:, LENGTH].sum()) + len(self.frame)
+
+
+def end(future: Future[None], error: MoonpoolError | None) -> None:
+    """End one that is pending; one that was cancelled stays so."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
