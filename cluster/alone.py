@@ -11,8 +11,8 @@ from collections.abc import Callable
 from moonpool.core.config import Config
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Member, MemberChange
+from moonpool.kvstore.library.objects import RAW_LAYOUTS
 from moonpool.kvstore.node import StoreNode
-from moonpool.kvstore.objects import RAW_LAYOUTS
 
 NODE = NodeId("local")
 

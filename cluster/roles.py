@@ -21,7 +21,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
-from moonpool.kvstore.objects import RAW_LAYOUTS
+from moonpool.kvstore.library.objects import RAW_LAYOUTS
 
 if TYPE_CHECKING:
     from moonpool.cluster.gateway.service import Gateway

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from moonpool.kvstore import SyncStoreClient
-from moonpool.kvstore.chunks import Fill, fill
-from moonpool.kvstore.items import ValueItem
-from moonpool.kvstore.objects import CHUNK
-from moonpool.kvstore.putting import Putting
+from moonpool.kvstore.library.chunks import Fill, fill
+from moonpool.kvstore.library.items import ValueItem
+from moonpool.kvstore.library.objects import CHUNK
+from moonpool.kvstore.library.putting import Putting
 
 VALUE = bytes(range(256)) * (8 * CHUNK // 256)
 

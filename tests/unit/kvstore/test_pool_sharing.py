@@ -175,15 +175,16 @@ def test_a_mix_that_shifts_from_one_layout_to_the_other_and_back_strands_no_memo
 
 def test_what_somebody_reads_stays_where_it_is_while_everything_around_it_changes_its_size() -> None:
     pool = pool_of(1_000, SMALL, LARGE)
-    store(pool, keys(1_000), 1.0)
-    ticket = pool.pin(SESSION, keys(30), Use(), 2.0)
+    for i in range(1_000):
+        store(pool, keys(1, f"s{i}."), 1.0)
+    read = [keys(1, f"s{i}.") for i in range(0, 1_000, 97)]
+    tickets = [pool.pin(SESSION, one, Use(), 2.0) for one in read]
     now = 2.0
     for burst in range(100):
         now += 1.0
         store(pool, keys(5, f"b{burst}."), now, LARGE)
-    assert filled(pool, LARGE) > 0.7
-    again = pool.pin(SESSION, keys(30), Use(), now)
-    assert again.slots == ticket.slots
+    assert filled(pool, LARGE) > 0.5, "spans that hold none of them"
+    assert [pool.pin(SESSION, one, Use(), now).slots for one in read] == [ticket.slots for ticket in tickets]
 
 
 # Tenants.

@@ -71,11 +71,10 @@ class TiersMachine(RuleBasedStateMachine):
         assert above is None or not got or got[0].key != keys[first] or above not in gone[Tier.G2] + gone[Tier.G3]
         filled, quota = self.pool.quotas().get(tenant, (0, None))
         assert quota is None or not got or filled <= quota
-        if any(answer.state is Reserved.FULL for answer in answers):
-            if quota is None or filled + layout.slot_bytes <= quota:
-                assert self.pool.slots.free(layout.slot_bytes) == 0
-                spared = sum(key in self.record.tiers[Tier.G2] for key in keys)  # parents of what was asked for
-                assert self.pool.held.index.evictable(layout.slot_bytes) <= spared
+        if any(answer.state is Reserved.FULL for answer in answers) and (quota is None or filled + layout.slot_bytes <= quota):
+            assert self.pool.slots.free(layout.slot_bytes) == 0
+            spared = sum(key in self.record.tiers[Tier.G2] for key in keys)  # parents of what was asked for
+            assert self.pool.held.index.evictable(layout.slot_bytes) <= spared
 
     @rule(path=paths, tenant=tenants, more=paths)
     def store(self, path: str, tenant: str, more: str) -> None:

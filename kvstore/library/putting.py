@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from moonpool.core.errors import InvalidRequest, TransferFailed
-from moonpool.kvstore.chunks import Fill, fill
-from moonpool.kvstore.host_link import HostLink
-from moonpool.kvstore.items import Item, Put
+from moonpool.kvstore.library.chunks import Fill, fill
+from moonpool.kvstore.library.host_link import HostLink
+from moonpool.kvstore.library.items import Item, Put
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Granted, Kind, Link
 

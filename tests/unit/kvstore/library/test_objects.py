@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from moonpool.core.digests import slice_digest
 from moonpool.core.errors import DigestMismatch, InvalidRequest
-from moonpool.kvstore import chunks, slices
-from moonpool.kvstore.objects import (
+from moonpool.kvstore import slices
+from moonpool.kvstore.library import chunks
+from moonpool.kvstore.library.objects import (
     CHUNK,
     CLASSES,
     HEADER_BYTES,

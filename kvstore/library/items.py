@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from moonpool.core.digests import slice_seed
 from moonpool.core.layout import DIGEST_BYTES, KVLayout
-from moonpool.kvstore import chunks, values
-from moonpool.kvstore.chunks import Fill
-from moonpool.kvstore.objects import CHUNK, CLASSES, NONCE_BYTES, SLOT_MORE, Shape, encode_header, plan
+from moonpool.kvstore.library import chunks, values
+from moonpool.kvstore.library.chunks import Fill
+from moonpool.kvstore.library.objects import CHUNK, CLASSES, NONCE_BYTES, SLOT_MORE, Shape, encode_header, plan
 from moonpool.wire.host_frames import Link, Wanted
 
 NO_NONCE = bytes(NONCE_BYTES)

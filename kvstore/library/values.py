@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moonpool.core.errors import DigestMismatch, InvalidRequest
-from moonpool.kvstore.objects import Shape
+from moonpool.kvstore.library.objects import Shape
 
 SMALL = 16 << 10  # buffers below this on average are gathered first
 

@@ -20,8 +20,8 @@ from moonpool.core.errors import ConfigError, InvalidRequest, LayoutMismatch, Pe
 from moonpool.core.ids import Role
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore import Put, StoreClient, SyncStoreClient
+from moonpool.kvstore.library.objects import CHUNK, CLASSES, RAW_LAYOUTS, chunks_of
 from moonpool.kvstore.node import StoreNode
-from moonpool.kvstore.objects import CHUNK, CLASSES, RAW_LAYOUTS, chunks_of
 from moonpool.wire import host_frames
 
 

@@ -23,11 +23,12 @@ from moonpool.core.config import MIB
 from moonpool.core.errors import MoonpoolError, PeerSilent
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.use import Use
-from moonpool.kvstore import Put, SyncStoreClient, host_calls, host_face
+from moonpool.kvstore import Put, SyncStoreClient
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.eviction.lru import Lru
-from moonpool.kvstore.host_calls import HostCalls, Layouts
-from moonpool.kvstore.host_link import HostLink
+from moonpool.kvstore.library import host_calls, host_face
+from moonpool.kvstore.library.host_calls import HostCalls, Layouts
+from moonpool.kvstore.library.host_link import HostLink
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.node_sessions import NodeSession
 from moonpool.kvstore.pool import Pool

@@ -9,7 +9,7 @@ from support.store import Roll, config, store_node
 
 from moonpool.core.config import MIB
 from moonpool.kvstore import Put, StoreClient
-from moonpool.kvstore.objects import CHUNK
+from moonpool.kvstore.library.objects import CHUNK
 
 TWO_NODES = {"store": {"pool_bytes": 48 * MIB, "region_bytes": 48 * MIB}, "transfer": {"carrier": "tcp"}}
 

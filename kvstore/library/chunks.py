@@ -15,7 +15,7 @@ import xxhash
 
 from moonpool.core.digests import slice_seed
 from moonpool.core.layout import DIGEST_BYTES
-from moonpool.kvstore.objects import CLASSES, HEADER_BYTES, Chunk
+from moonpool.kvstore.library.objects import CLASSES, HEADER_BYTES, Chunk
 
 STEP = 256 << 10  # copied, then digested
 Copies = Sequence[tuple[memoryview, memoryview]]

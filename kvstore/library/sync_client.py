@@ -17,11 +17,11 @@ from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import InvalidRequest, PeerSilent, TransferFailed
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
-from moonpool.kvstore.getting import get_blocks, get_values, in_frames
-from moonpool.kvstore.host_link import HostLink, find_socket
-from moonpool.kvstore.items import BlockItem, Item, Put, ValueItem
-from moonpool.kvstore.objects import NONCE_BYTES, Names, Shape
-from moonpool.kvstore.putting import Putting
+from moonpool.kvstore.library.getting import get_blocks, get_values, in_frames
+from moonpool.kvstore.library.host_link import HostLink, find_socket
+from moonpool.kvstore.library.items import BlockItem, Item, Put, ValueItem
+from moonpool.kvstore.library.objects import NONCE_BYTES, Names, Shape
+from moonpool.kvstore.library.putting import Putting
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Kind, Link
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
-from moonpool.kvstore.items import Put
-from moonpool.kvstore.sync_client import FETCH_MS, Key, SyncStoreClient
+from moonpool.kvstore.library.items import Put
+from moonpool.kvstore.library.sync_client import FETCH_MS, Key, SyncStoreClient
 
 T = TypeVar("T")
 

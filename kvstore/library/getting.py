@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from moonpool.core.digests import slice_seed
 from moonpool.core.errors import DigestMismatch, InvalidRequest, PeerSilent, TransferFailed
 from moonpool.core.layout import DIGEST_BYTES, KVLayout
-from moonpool.kvstore import values
-from moonpool.kvstore.chunks import Parts, Read, header_of, read, read_chunk
-from moonpool.kvstore.host_link import HostLink
-from moonpool.kvstore.objects import CLASSES, SLOT_MORE, decode_header, plan, require_fits
-from moonpool.kvstore.putting import AHEAD, portions
+from moonpool.kvstore.library import values
+from moonpool.kvstore.library.chunks import Parts, Read, header_of, read, read_chunk
+from moonpool.kvstore.library.host_link import HostLink
+from moonpool.kvstore.library.objects import CLASSES, SLOT_MORE, decode_header, plan, require_fits
+from moonpool.kvstore.library.putting import AHEAD, portions
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
 

@@ -11,9 +11,9 @@ from moonpool.core.errors import InvalidRequest, LayoutMismatch, MoonpoolError
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.claims import Reservation, Reserved
-from moonpool.kvstore.elsewhere import Elsewhere, path_to
+from moonpool.kvstore.library.elsewhere import Elsewhere, path_to
+from moonpool.kvstore.library.objects import MAX_CHUNKS, RAW_LAYOUTS
 from moonpool.kvstore.node_sessions import NodeSession
-from moonpool.kvstore.objects import MAX_CHUNKS, RAW_LAYOUTS
 from moonpool.kvstore.reservations import Answers
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import STATES, Granted, Head, Kind, Link, Place, Wanted

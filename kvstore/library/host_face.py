@@ -22,7 +22,7 @@ from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.use import Use
 from moonpool.kvstore.agent import caller_of, listen, socket_path, stop_listening
 from moonpool.kvstore.claims import Life
-from moonpool.kvstore.host_calls import HostCalls, Layouts
+from moonpool.kvstore.library.host_calls import HostCalls, Layouts
 from moonpool.kvstore.node_sessions import NodeSession
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import Head, Kind, Welcome
