@@ -28,11 +28,11 @@ from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.kvstore.compressing import Compressor
 from moonpool.kvstore.eviction.make import make_policy
 from moonpool.kvstore.fetching import Fetcher, Moved, Push, PushOrder
-from moonpool.kvstore.host_face import HostFace
+from moonpool.kvstore.library.host_face import HostFace
+from moonpool.kvstore.library.objects import names_key
 from moonpool.kvstore.lives import Lives, OnGone
 from moonpool.kvstore.lower_tiers import LowerTiers
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
-from moonpool.kvstore.objects import names_key
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.receiving import Receiving

@@ -11,7 +11,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore.checks import MAX_KEYS, checked_keys, checked_use
-from moonpool.kvstore.elsewhere import path_to
+from moonpool.kvstore.library.elsewhere import path_to
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import abort
