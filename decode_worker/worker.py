@@ -53,6 +53,7 @@ class DecodeWorker:
         self._streams: set[TokenStream] = set()
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._filler = Filler(config, engine, member, peers, self)
+        self._tells_ends = config.store.eviction == "hazard"  # the one policy that learns from them
         self._steps = StepLoop(config, engine, self, self._store)
         self._broken: Failure | None = None
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
@@ -246,6 +247,9 @@ class DecodeWorker:
         self.lives.add(live.request, live.attempt.number, live.life)
         if last is not None:
             live.stream.put(last)
+        client = self._filler.link.client
+        if client is not None and self._tells_ends:
+            client.ended(live.attempt.request.use, live.position)
         return True
 
     def _peer_changed(self, change: MemberChange) -> None:

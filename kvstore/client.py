@@ -263,6 +263,17 @@ class WorkerStore:
         await self._or_undo(self._call(self._stub.Seal, request), _nothing)
         return len(work)
 
+    def ended(self, use: Use, output_tokens: int) -> None:
+        """A request was answered: a hint for eviction, not waited for, and lost if the session is."""
+        if self._over is None:
+            self._later(self._tell_ended(use, output_tokens))
+
+    async def _tell_ended(self, use: Use, output_tokens: int) -> None:
+        asked = pb.store.EndedRequest(output_tokens=output_tokens)
+        to_wire(use, asked.use)
+        with suppress(MoonpoolError):
+            await self._call(self._stub.Ended, asked)
+
     async def _copy(self, reply: pb.store.ReserveReply, work: list[tuple[SlotRef, NDArray[np.uint8]]]) -> None:
         """In a thread. A cancelled caller still waits for it: the pages are the caller's again afterwards."""
         copying = asyncio.get_running_loop().run_in_executor(self._copier, partial(self._fill, work))

@@ -186,6 +186,13 @@ class Pool:
         """The writer's word that it writes no more into these reservations, and has nothing to seal."""
         return self.reservations.abandon(session, ids)
 
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        """The newest request of ``use`` was answered with so many tokens: a hint for eviction."""
+        index = self.held.index
+        for policy in (index.policy, index.ssd_policy):
+            if policy is not None:
+                policy.ended(use, output_tokens, now)
+
     # DRAM and SSD.
 
     def demotions(self, limit: int, now: float) -> list[Demotion]:

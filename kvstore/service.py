@@ -232,6 +232,14 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         self._node.changed()
         return pb.types.Empty()
 
+    async def Ended(self, request: pb.store.EndedRequest, context: Any) -> pb.types.Empty:
+        try:
+            use = checked_use(from_wire(request.use, Use))
+        except MoonpoolError as e:
+            await abort(context, e)
+        self._pool.ended(use, request.output_tokens, self._node.clock())
+        return pb.types.Empty()
+
     # Between nodes.
 
     async def Fetch(self, request: pb.store.FetchRequest, context: Any) -> pb.store.FetchReply:

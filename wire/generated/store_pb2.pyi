@@ -529,6 +529,27 @@ class SealRequest(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class EndedRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    USE_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    output_tokens: builtins.int
+    @builtins.property
+    def use(self) -> types_pb2.Use: ...
+    def __init__(
+        self,
+        *,
+        use: types_pb2.Use | None = ...,
+        output_tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["use", b"use"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["output_tokens", b"output_tokens", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class FetchRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

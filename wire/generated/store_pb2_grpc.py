@@ -100,6 +100,11 @@ class StoreStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.SealRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Ended = channel.unary_unary(
+                '/moonpool.v1.Store/Ended',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.EndedRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_unary(
                 '/moonpool.v1.Store/Fetch',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.FetchRequest.SerializeToString,
@@ -249,6 +254,13 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ended(self, request, context):
+        """a request was answered: a hint for eviction
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fetch(self, request, context):
         """Bring leading blocks from another node into this one (it grants itself a landing, the other node pushes).
         """
@@ -390,6 +402,11 @@ def add_StoreServicer_to_server(servicer, server):
             'Abandon': grpc.unary_unary_rpc_method_handler(
                     servicer.Abandon,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.SealRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            ),
+            'Ended': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ended,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.EndedRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
             ),
             'Fetch': grpc.unary_unary_rpc_method_handler(
@@ -798,6 +815,33 @@ class Store:
             target,
             '/moonpool.v1.Store/Abandon',
             moonpool_dot_wire_dot_generated_dot_store__pb2.SealRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ended(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Ended',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.EndedRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -57,6 +57,8 @@ class StoreStub:
     """Publishing by a local worker (segment carrier)."""
     Seal: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _types_pb2.Empty]
     Abandon: _grpc.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _types_pb2.Empty]
+    Ended: _grpc.UnaryUnaryMultiCallable[_store_pb2.EndedRequest, _types_pb2.Empty]
+    """a request was answered: a hint for eviction"""
     Fetch: _grpc.UnaryUnaryMultiCallable[_store_pb2.FetchRequest, _store_pb2.FetchReply]
     """Bring leading blocks from another node into this one (it grants itself a landing, the other node pushes)."""
     PushTo: _grpc.UnaryUnaryMultiCallable[_store_pb2.PushToRequest, _store_pb2.PushToReply]
@@ -106,6 +108,8 @@ class StoreAsyncStub(StoreStub):
     """Publishing by a local worker (segment carrier)."""
     Seal: _aio.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _types_pb2.Empty]  # type: ignore[assignment]
     Abandon: _aio.UnaryUnaryMultiCallable[_store_pb2.SealRequest, _types_pb2.Empty]  # type: ignore[assignment]
+    Ended: _aio.UnaryUnaryMultiCallable[_store_pb2.EndedRequest, _types_pb2.Empty]  # type: ignore[assignment]
+    """a request was answered: a hint for eviction"""
     Fetch: _aio.UnaryUnaryMultiCallable[_store_pb2.FetchRequest, _store_pb2.FetchReply]  # type: ignore[assignment]
     """Bring leading blocks from another node into this one (it grants itself a landing, the other node pushes)."""
     PushTo: _aio.UnaryUnaryMultiCallable[_store_pb2.PushToRequest, _store_pb2.PushToReply]  # type: ignore[assignment]
@@ -230,6 +234,14 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.SealRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]: ...
+
+    @_abc_1.abstractmethod
+    def Ended(
+        self,
+        request: _store_pb2.EndedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
+        """a request was answered: a hint for eviction"""
 
     @_abc_1.abstractmethod
     def Fetch(

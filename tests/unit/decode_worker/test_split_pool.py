@@ -16,6 +16,7 @@ from moonpool.cluster.both import BothWorker
 from moonpool.core.errors import DigestMismatch, Reason
 from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.request import Request
+from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
 
 BOTH: dict[str, Any] = {"prefills": 0, "decode_kind": BothWorker}
@@ -190,3 +191,18 @@ async def test_freed_pages_and_slots_full_of_nan_change_no_answer_of_any_length(
             await split.idle()
             await split.clear_device_pages()
         assert split.stores["b"].numbers()["evicted"] > 24
+
+
+@pytest.mark.parametrize("eviction", ["hazard", "lru"])
+async def test_only_a_policy_that_learns_from_answers_is_told_of_them(tmp_path: Path, tiny_model: Path, eviction: str) -> None:
+    async with split_path(tmp_path, tiny_model, store={"eviction": eviction}) as split:
+        ended: list[tuple[Use, int]] = []
+        policy = split.stores["a"].pool.held.index.policy
+        policy.ended = lambda use, tokens, now: ended.append((use, tokens))  # type: ignore[method-assign]
+        request = split.asker.request(ids(40), max_tokens=5)
+        await right(split, request)
+        for _ in range(200):
+            if ended or eviction == "lru":
+                break
+            await asyncio.sleep(0.01)
+        assert ended == ([(request.use, 5)] if eviction == "hazard" else [])
