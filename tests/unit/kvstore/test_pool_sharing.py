@@ -344,3 +344,16 @@ def test_memory_whose_blocks_have_only_ssd_copies_after_them_can_still_be_had() 
     assert pool.lookup(keys(4)) == 0
     assert sorted(pool.take_dropped_extents()) == [1, 2, 3]
     pool.unpin(SESSION, ticket.id, 6.0)
+
+
+def test_making_room_for_a_load_never_takes_what_the_load_needs() -> None:
+    pool = pool_of(4, ssd=True)
+    store(pool, keys(3), 1.0)
+    assert to_ssd(pool, 0) == 3
+    assert store(pool, keys(4, "x"), 2.0) == 4
+    (first,) = pool.promote(keys(1), Use(), 3.0)
+    assert pool.promoted(first.id, True, 3.0)
+    pool.extents_lost([0], 4.0)
+    pool.pin(SESSION, keys(3, "x"), Use(), 5.0)
+    assert pool.promote(keys(3), Use(), 6.0) == [], "its own first block is all that could go"
+    assert pool.lookup(keys(3)) == 3
