@@ -152,13 +152,18 @@ class Room:
         flags, child, extent, last = self.index.flags, self.index.child, self.index.extent, NONE
         while queue and len(out) < n:
             row = queue.popleft()
-            if flags[row] & CHOSEN:
+            if flags[row] & CHOSEN:  # else it was used since, or is in the queue twice, because it was used and chosen again
+                flags[row] ^= CHOSEN
                 if child[row] == last or child[row] == NONE or extent[row] >= 0:
                     out.append(row)
-                    last = row
-                else:
-                    flags[row] ^= CHOSEN  # what came after it when it was chosen is in use again
+                    last = row  # else what came after it when it was chosen is in use again
         return out
+
+    def unchoose(self) -> None:
+        """What waits to be evicted is a candidate like any other again."""
+        for queue in self._queues.values():
+            self.index.give_back(queue)
+            queue.clear()
 
     def evict(self, rows: Sequence[int]) -> None:
         """Drop the DRAM copies of these candidates, chosen by the policy or not."""

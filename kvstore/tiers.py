@@ -55,6 +55,7 @@ class Tiers:
     def demotions(self, limit: int, now: float) -> list[Demotion]:
         """At most ``limit`` blocks that only DRAM has, the coldest first, each after all before it in its sequence."""
         index = self._held.index
+        self._held.unchoose()  # the coldest blocks of all
         looked = index.choose(LOOKED_AT * limit, now)
         rows: dict[int, None] = {}
         for row in looked:

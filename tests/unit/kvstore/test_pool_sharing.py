@@ -187,6 +187,18 @@ def test_what_somebody_reads_stays_where_it_is_while_everything_around_it_change
     assert [pool.pin(SESSION, one, Use(), now).slots for one in read] == [ticket.slots for ticket in tickets]
 
 
+def test_a_block_that_was_to_go_and_is_used_and_to_go_again_goes_once() -> None:
+    pool = pool_of(120, SMALL, LARGE)
+    store(pool, keys(40, "s"), 1.0)
+    store(pool, keys(16, "l"), 2.0, LARGE)
+    assert store(pool, keys(1, "m"), 3.0, LARGE) == 1, "the other size comes first in order, and waits"
+    for at, used in enumerate((keys(40, "s"), keys(15, "l"), keys(1, "m"))):
+        pool.unpin(SESSION, pool.pin(SESSION, used, Use(), 4.0 + at).id, 5.0 + at)
+    assert store(pool, keys(1, "n"), 8.0, LARGE) == 1, "again"
+    assert store(pool, keys(45, "t"), 9.0) == 45
+    assert pool.lookup(keys(40, "s")) == 0
+
+
 # Tenants.
 
 
