@@ -52,6 +52,7 @@ async def serve_alone(config: Config, say: Callable[[str], None]) -> int:
         say(f"pool of {node.slots.total_bytes / mib:.0f} MiB; clients connect to {words['store_socket']}")
         return await ended
     finally:
+        await node.leave()
         await node.close()
 
 

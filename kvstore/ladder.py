@@ -168,6 +168,21 @@ class Ladder:
                     await asyncio.sleep(RETRY_S)
             self._wake.clear()
 
+    async def flush(self, limit_s: float) -> int:
+        """Write what only DRAM has, for the next start, as far as time and the tier's free room go. How many there were."""
+        until, written = self._clock() + limit_s, 0
+        keys = self._pool.held.index.keys_in(Tier.G2)
+        for at in range(0, len(keys), BATCH):
+            batch = self._pool.tiers.sealed(keys[at : at + BATCH])
+            room = {layout: self._tier.room(layout) for layout in {one.layout for one in batch}}
+            if self._clock() >= until or any(sum(d.layout == layout for d in batch) > n for layout, n in room.items()):
+                for demotion in batch:
+                    self._pool.demoted(demotion.id, None, self._clock())
+                break
+            await self._write(batch)
+            written += len(batch)
+        return written
+
     def _next_batch(self) -> list[Demotion]:
         if self._sealed:
             keys = [self._sealed.popleft() for _ in range(min(BATCH, len(self._sealed)))]

@@ -94,6 +94,10 @@ class LowerTiers:
         if self.sharing is not None and left > 0:
             await self.sharing.bring(layout, keys, use, left)
 
+    async def flush(self, limit_s: float) -> int:
+        """Before an orderly end: what only DRAM has goes to this node's SSD, for its next start. How many blocks did."""
+        return 0 if self.ladder is None else await self.ladder.flush(limit_s)
+
     def numbers(self) -> dict[str, float]:
         return {name: value for part in self._parts() for name, value in part.numbers().items()}
 

@@ -277,8 +277,13 @@ class StoreNode:
         await self.lower.bring(layout, keys, use, deadline_s)
 
     async def leave(self) -> MovedOut:
-        """Before ``close``, while others can still be reached: copy to them what only this node holds."""
-        return await self.leaving.move_out(self.config.store.drain_ms / 1e3)
+        """Before ``close``, while others can still be reached: copy to them what only this node holds, and to its own SSD
+        what only DRAM has."""
+        limit_s = self.config.store.drain_ms / 1e3
+        moved, flushed = await asyncio.gather(self.leaving.move_out(limit_s), self.lower.flush(limit_s))
+        if flushed:
+            log.info("flushed_to_ssd", blocks=flushed)
+        return moved
 
     @property
     def generation(self) -> int:

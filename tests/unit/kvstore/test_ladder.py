@@ -92,6 +92,18 @@ async def test_written_through_every_block_survives_the_node(tmp_path: Path) -> 
         await require_right(client, keys)
 
 
+async def test_written_back_blocks_survive_an_orderly_end_of_the_node(tmp_path: Path) -> None:
+    back = settings(tmp_path, demote_below=0.0, demote_until=0.0)
+    keys = block_keys("kept", 6)
+    async with store_node(back, Roll()) as node, worker(node) as (client, _):
+        await publish(client, keys)
+        assert node.numbers()["blocks_on_ssd"] == 0
+        await node.leave()
+        assert node.numbers()["pins"] == 0
+    async with store_node(back, Roll()) as node, worker(node) as (client, _):
+        await require_right(client, keys)
+
+
 async def test_what_is_cleared_is_not_found_after_a_restart(tmp_path: Path) -> None:
     through = settings(tmp_path, ssd_write="through")
     keys = block_keys("secret", 6)
