@@ -43,12 +43,7 @@ def socket_path(folder: Path, node: str, what: str = "agent") -> Path:
 
 def listen(path: Path) -> tuple[socket.socket, int]:
     """A listener for messages from this user's processes, and the inode of ``path``. A socket left there is replaced."""
-    try:
-        _private_folder(path.parent)
-    except OSError as e:
-        raise ConfigError(
-            f"cluster.state_dir: cannot make {path.parent}: {e.strerror}; name another folder", param="cluster.state_dir"
-        ) from e
+    private_folder(path.parent)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         path.unlink(missing_ok=True)
@@ -78,10 +73,15 @@ def caller_of(connection: socket.socket) -> int:
     return int(pid)
 
 
-def _private_folder(folder: Path) -> None:
-    """Make ``folder``, or check that nobody but this user can put files into it."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = folder.stat()
+def private_folder(folder: Path) -> None:
+    """Make ``folder``, or check that nobody but this user can put files into it. ConfigError where that is not so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as e:
+        raise ConfigError(
+            f"cluster.state_dir: cannot make {folder}: {e.strerror}; name another folder", param="cluster.state_dir"
+        ) from e
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"cluster.state_dir: {folder} can be written by others; `chmod go-w` it or name another folder",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from moonpool.kvstore.library.host_face import HostFace
 from moonpool.kvstore.library.objects import names_key
 from moonpool.kvstore.lives import Lives, OnGone
 from moonpool.kvstore.lower_tiers import LowerTiers
+from moonpool.kvstore.node_lock import NodeLock
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.pusher import Pusher
@@ -64,6 +66,7 @@ class StoreNode:
         on_gone: OnGone | None,
         push: Push | None,
         lower: LowerTiers,
+        lock: NodeLock,
     ) -> None:
         self.config = config
         self.member = member
@@ -86,6 +89,7 @@ class StoreNode:
             on_layout=self._new_layout,
         )
         self.lower = lower
+        self._lock = lock
         self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.receiving = Receiving(member, self.pool, self.clock)
@@ -130,15 +134,18 @@ class StoreNode:
 
         ``on_gone(member, incarnation, proof)`` hears of proved deaths of local workers. ``push`` moves blocks to another
         node (by default over the carrier that reaches it). ConfigError: too little memory, an unusable folder, a carrier
-        that cannot start.
+        that cannot start, another process that is this node.
         """
-        regions = await asyncio.to_thread(OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress)
-        try:
-            lower = await LowerTiers.open(config.store, member.node, [layout])
-        except BaseException:
-            await asyncio.to_thread(regions.close)
-            raise
-        node = cls(config, member, layout, peers, regions, on_gone, push, lower)
+        async with AsyncExitStack() as opened:
+            lock = NodeLock.take(config.state_dir(Path.home()), member.node)
+            opened.callback(lock.release)
+            lower = await LowerTiers.open(config.store, member.node, [layout])  # its folder is checked before memory is taken
+            opened.push_async_callback(lower.close)
+            regions = await asyncio.to_thread(
+                OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress
+            )
+            opened.pop_all()
+        node = cls(config, member, layout, peers, regions, on_gone, push, lower, lock)
         try:
             await node._start(receivers)
         except BaseException:
@@ -350,3 +357,4 @@ class StoreNode:
         await self.receiving.close()
         await self.verifier.close()
         await asyncio.to_thread(self.regions.close)
+        self._lock.release()

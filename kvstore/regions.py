@@ -62,7 +62,7 @@ def plan(config: StoreConfig, slot_bytes: int, free: int, space: int) -> list[in
     fits = min(free, space)
     if config.region_bytes < slot_bytes:
         raise ConfigError(
-            f"store.region_bytes: {config.region_bytes} is smaller than one block of this model with its digests; "
+            f"store.region_bytes: {config.region_bytes} holds not one block of {slot_bytes} bytes, digests included; "
             f"use {slot_bytes} or more",
             param="store.region_bytes",
         )
