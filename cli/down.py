@@ -14,9 +14,16 @@ PATIENCE_S = 40.0
 def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Settings = None) -> None:
     """Stop the cluster in order; end what an earlier one left behind."""
     from moonpool.cluster.launch.supervisor import region_directory
+    from moonpool.core.errors import ConfigError
     from moonpool.kvstore.regions import reclaim
 
     running = find(name, config_file, settings)
+    if running.state is not None and running.local is None:
+        raise ConfigError(
+            f"cluster.registry: {running.named} is not that of {running.state.name!r}, which runs here with "
+            f"{running.state.registry}; `down` stops only what runs here: leave cluster.registry out, or give --name",
+            param="cluster.registry",
+        )
     if running.state is not None:
         supervisor = running.state.supervisor
         say(f"stopping {running.state.name} (process {supervisor.pid})")

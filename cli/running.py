@@ -1,4 +1,4 @@
-"""Finds the cluster that runs on this machine, for verbs that talk to it."""
+"""Finds the cluster that verbs talk to: the one whose registry was named, else the one that runs on this machine."""
 
 from __future__ import annotations
 
@@ -20,19 +20,31 @@ class Running:
     state: ClusterState | None
 
     @property
-    def registry(self) -> str:
-        """ConfigError where none runs here and none was named."""
+    def named(self) -> str:
+        """The registry that the configuration names, whatever runs here; empty: none."""
         from moonpool.cluster.etcd.address import registry_of
 
-        named = registry_of(self.config.cluster)
-        return self._require().registry if self.state or not named else named
+        return registry_of(self.config.cluster)
+
+    @property
+    def registry(self) -> str:
+        """Of the named one, else of the cluster that runs here. ConfigError where there is neither."""
+        return self.named or self._require().registry
+
+    @property
+    def local(self) -> ClusterState | None:
+        """What runs here, if it is the cluster that is meant."""
+        return self.state if self.state is not None and self.named in ("", self.state.registry) else None
 
     @property
     def url(self) -> str:
+        """Of a gateway. ConfigError where none is ready."""
+        from moonpool.core.errors import ConfigError
+
+        if self.named and self.local is None:
+            return _gateway_url(self.named)
         state = self._require()
         if not state.url:
-            from moonpool.core.errors import ConfigError
-
             raise ConfigError(f"cluster.name: {state.name!r} is still starting; wait until `moonpool up` says ready")
         return state.url
 
@@ -47,6 +59,22 @@ class Running:
                 param="cluster.name",
             )
         return self.state
+
+
+def _gateway_url(registry: str) -> str:
+    import asyncio
+
+    from moonpool.cluster.survey import members
+    from moonpool.core.errors import ConfigError
+    from moonpool.core.membership import Liveness
+
+    for change in asyncio.run(members(registry)):
+        url = change.member.details.get("url", "")
+        if url and change.liveness is Liveness.LIVE:
+            return url
+    raise ConfigError(
+        f"cluster.registry: {registry} knows no live gateway; give its address by --url", param="cluster.registry"
+    )
 
 
 def find(name: str | None, config_file: Path | None = None, settings: list[str] | None = None) -> Running:

@@ -34,7 +34,7 @@ def status(
     running = find(name, config_file, settings)
     answers = asyncio.run(survey(running.registry))
     if as_json:
-        url = running.state.url if running.state else ""
+        url = running.local.url if running.local else ""
         print(json.dumps({"registry": running.registry, "url": url, "members": [a.to_json() for a in answers]}, indent=2))
     else:
         _print(answers)

@@ -16,8 +16,8 @@ import typer
 from moonpool.cli import store_moves, store_view
 from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import Running, find
-from moonpool.cli.store_calls import ask, blocks_of, change, end
-from moonpool.cli.store_options import Chat, DryRun, Keys, Nodes, Prompt, Tenant, Yes
+from moonpool.cli.store_calls import ask, blocks_of, change, end, require_prompt
+from moonpool.cli.store_options import Chat, Codec, DryRun, Keys, Nodes, Prompt, Tenant, Yes
 
 store = typer.Typer(help="Look into the pooled store, and change what it holds.", no_args_is_help=True)
 
@@ -102,12 +102,12 @@ def unpin(
     chosen = blocks_of(running, keys, prompt, chat)
     replies = ask(running, node, lambda control: control.unhold(chosen, tenant))
     store_view.show(replies, as_json)
-    end(replies, done=any(r.facts.get("held") for r in replies))
+    end(replies, done=any(r.facts.get("released") for r in replies))
 
 
 @store.command("compress")
 def compress(
-    codec: Annotated[str, typer.Option("--codec", help="int8 or fp8; store.codecs must list it.")],
+    codec: Codec,
     keys: Keys = None,
     prompt: Prompt = None,
     chat: Chat = False,
@@ -132,8 +132,8 @@ def clear(
     keys: Keys = None,
     prompt: Prompt = None,
     chat: Chat = False,
-    model: Annotated[str, typer.Option("--model", help="Model name, or its fingerprint.")] = "",
-    tenant: Annotated[str, typer.Option("--tenant", help="Blocks that this tenant stored.")] = "",
+    model: Annotated[str | None, typer.Option("--model", help="Model name, or its fingerprint.")] = None,
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Blocks that this tenant stored.")] = None,
     everything: Annotated[bool, typer.Option("--everything", help="All blocks of the nodes.")] = False,
     node: Nodes = None,
     dry_run: DryRun = False,
@@ -148,20 +148,27 @@ def clear(
     from moonpool.core.errors import InvalidRequest
 
     running = find(name, config_file, settings)
-    by_key = keys or prompt is not None
-    if sum(map(bool, (by_key, model, tenant, everything))) != 1:
+    by_key = bool(keys) or prompt is not None
+    if sum((by_key, model is not None, tenant is not None, everything)) != 1:
         raise InvalidRequest("clear: say what by exactly one of --keys, --prompt, --model, --tenant, --everything")
+    for option, named in (("--model", model), ("--tenant", tenant)):
+        if named == "":
+            raise InvalidRequest(f"{option}: it is empty; name one", param=option)
+    require_prompt(chat, prompt)
     chosen = blocks_of(running, keys, prompt, chat) if by_key else []
-    what = What(tuple(chosen[-1:] if prompt is not None else chosen), model, tenant, everything)
+    what = What(tuple(chosen[-1:] if prompt is not None else chosen), model or "", tenant or "", everything)
     replies = change(running, node, lambda control, dry: control.clean(control.resolved(what), dry_run=dry), dry_run, yes)
     store_view.show(replies, as_json)
-    end(replies, done=not any(r.facts.get("kept") for r in replies))
+    met = any(r.facts.get("cleared") or r.facts.get("kept") for r in replies)
+    if not met and not everything and not all(r.trouble for r in replies):
+        say("moonpool: nothing was found: no node holds such blocks")
+    end(replies, done=(met or everything) and not any(r.facts.get("kept") for r in replies))
 
 
 @store.command("quota")
 def quota(
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose quota to set.")] = "",
-    size: Annotated[str, typer.Option("--bytes", help="Bytes of a node's pool (KiB, MiB, GiB); 0: no quota.")] = "",
+    tenant: Annotated[str | None, typer.Option("--tenant", help="Whose quota to set; not `default`, who has none.")] = None,
+    size: Annotated[str | None, typer.Option("--bytes", help="Bytes of a node's pool (KiB, MiB, GiB); 0: no quota.")] = None,
     node: Nodes = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -175,9 +182,9 @@ def quota(
     from moonpool.core.errors import InvalidRequest
 
     running = find(name, config_file, settings)
-    if bool(tenant) != bool(size):
+    if (tenant is None) != (size is None):
         raise InvalidRequest("quota: give --tenant and --bytes to set one, neither to see all")
-    if not tenant:
+    if tenant is None or size is None:
         replies = ask(running, node, lambda control: control.quotas())
         store_view.show(replies, as_json, rows=True)
     else:
@@ -191,6 +198,9 @@ def quota(
             harmless=lambda plan: not any(r.facts.get("above") for r in plan),
         )
         store_view.show(replies, as_json)
+        for one in replies:
+            if one.facts and limit > int(one.facts["pool_bytes"]):
+                say(f"moonpool: node {one.node}: the quota is above its whole pool, and so limits nothing there")
     end(replies, done=True)
 
 

@@ -26,8 +26,9 @@ def blocks_of(running: Running, keys: list[str] | None, prompt: str | None, chat
 
     if bool(keys) == (prompt is not None):
         raise InvalidRequest("blocks: name them by exactly one of --keys and --prompt")
+    require_prompt(chat, prompt)
     if prompt is None:
-        return [_key(text) for part in keys or () for text in _words(part, "--keys")]
+        return _distinct([_key(text) for part in keys or () for text in _words(part, "--keys")])
     from moonpool.cluster.prompt_keys import prompt_keys
     from moonpool.cluster.store_control import StoreControl
 
@@ -39,6 +40,25 @@ def blocks_of(running: Running, keys: list[str] | None, prompt: str | None, chat
     return prompt_keys(running.config, list(asyncio.run(stores()).stores), text, chat=chat)
 
 
+def require_prompt(chat: bool, prompt: str | None) -> None:
+    """InvalidRequest where --chat has nothing to say."""
+    from moonpool.core.errors import InvalidRequest
+
+    if chat and prompt is None:
+        raise InvalidRequest("--chat: it says how --prompt is meant, and there is none; give --prompt, or leave it out")
+
+
+def _distinct(keys: list[bytes]) -> list[bytes]:
+    from moonpool.core.errors import InvalidRequest
+
+    if not keys:
+        raise InvalidRequest("--keys: there is no key in it; give block keys in hex, or @FILE with one a line", param="--keys")
+    twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None) if len(set(keys)) < len(keys) else None
+    if twice is not None:
+        raise InvalidRequest(f"--keys: {twice.hex()} is there twice; keys of a sequence differ", param="--keys")
+    return keys
+
+
 def _words(part: str, option: str) -> list[str]:
     return (_file(part[1:], option) if part.startswith("@") else part.replace(",", " ")).split()
 
@@ -46,6 +66,8 @@ def _words(part: str, option: str) -> list[str]:
 def _file(path: str, option: str) -> str:
     from moonpool.core.errors import InvalidRequest
 
+    if not path:
+        raise InvalidRequest(f"{option}: no path follows the @; write {option} @FILE", param=option)
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moonpool.cluster.store_replies import Facts, Reply
 
 SIZES = frozenset({"bytes", "used", "quota", "soft", "hard", "above", "before", "bytes_before", "bytes_after"})
+QUOTAS = frozenset({"quota", "before"})
 MAIN = (
     "blocks_findable",
     "blocks_on_ssd",
@@ -22,6 +23,8 @@ MAIN = (
     "pool_free_bytes",
     "pool_evictable_bytes",
     "pins",
+    "held_soft_blocks",
+    "held_hard_blocks",
     "slots_fenced",
     "landings_open",
     "digest_mismatches",
@@ -68,6 +71,8 @@ def _rich(columns: Sequence[str], cells: Iterable[Sequence[str]]) -> None:
 
 
 def _text(name: str, value: int | float | str) -> str:
+    if name in QUOTAS and not value:
+        return "none"
     if (name in SIZES or name.endswith("_bytes") or name.startswith("bytes_")) and isinstance(value, int | float):
         return size(int(value))
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -88,7 +93,9 @@ def words(line: Line) -> str:
     if not line.tier:
         return f"{line.node:<8} {line.what}"
     names = " ".join(key.hex() for key in line.keys[:SHOWN_KEYS]) + (" ..." if len(line.keys) > SHOWN_KEYS else "")
-    return f"{line.node:<8} {line.what:<8} {line.tier}  {line.count} blocks  {names}".rstrip()
+    return (
+        f"{line.node:<8} {line.what:<8} {line.tier}  {line.count} {'block' if line.count == 1 else 'blocks'}  {names}".rstrip()
+    )
 
 
 def stats(replies: Sequence[Reply], as_json: bool, full: bool) -> None:

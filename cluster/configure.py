@@ -28,7 +28,7 @@ PREFIX = "MOONPOOL_"
 NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL"})
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
-    "store.quotas": '{"alice": 1073741824}',
+    "store.quotas": '{"alice": "1 GiB"}',
     "store.codecs": '["int8"]',
     "store.lossy_for": '["alice"]',
 }
@@ -146,6 +146,8 @@ def read_size(text: str, name: str) -> int:
 
 
 def _size(key: str, value: Any) -> Any:
+    if key == "store.quotas" and isinstance(value, dict):
+        return {tenant: _size("_bytes", size) for tenant, size in value.items()}
     match = _SIZE.match(value) if key.endswith(_SIZED) and isinstance(value, str) else None
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else value
 
@@ -182,7 +184,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     section, _, name = key.partition(".")
     told = sections()[section].model_fields[name].description if name else None
     wanted = first["msg"].replace("Input should be", "must be")
-    if key.endswith(_SIZED) and first["type"] in ("int_parsing", "float_parsing", "int_from_float"):
+    if (key.endswith(_SIZED) or key == "store.quotas") and first["type"] in ("int_parsing", "float_parsing", "int_from_float"):
         wanted = f"is no size; {_WRITE_SIZE}"
     message = f"{key}{rest}: {first['input']!r} ({origins.get(key, DEFAULT)}) {wanted}"
     return ConfigError(message + (f" ({told})" if told else ""), param=key)

@@ -1,7 +1,8 @@
 """The control API of the pooled store over all nodes: what ``moonpool store`` does, for any program.
 
 Every call goes to the nodes at once and answers one ``Reply`` per node: a node that does not answer says why in
-``trouble`` and holds nobody up. Calls with ``dry_run`` answer the same and change nothing.
+``trouble`` and holds nobody up. A call that is wrong in itself, so that no node does any of it, is InvalidRequest. Calls
+with ``dry_run`` answer the same and change nothing.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class StoreControl:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
-    def member(self, node: str) -> Member:
-        """InvalidRequest where ``node`` is none of ours."""
+    def member(self, node: str, option: str = "--node") -> Member:
+        """InvalidRequest, naming ``option``, where ``node`` is none of ours."""
         found = next((m for m in self.stores if m.node == node), None)
         if found is None:
             names = ", ".join(sorted(m.node for m in self.stores))
-            raise InvalidRequest(f"node: {node!r} is no live store node; use one of {names}", param="node")
+            raise InvalidRequest(f"{option}: {node!r} is no live store node; use one of {names}", param=option)
         return found
 
     def resolved(self, what: What) -> What:
@@ -102,7 +103,7 @@ class StoreControl:
 
     async def unhold(self, keys: Sequence[bytes], tenant: str) -> list[Reply]:
         request = pb.store_admin.HoldRequest(tenant=tenant, keys=keys)
-        return await self._each(lambda stub: replies.hold(stub.Unhold(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.unheld(stub.Unhold(request, timeout=CALL_S)))
 
     async def clean(self, what: What, *, dry_run: bool) -> list[Reply]:
         """Clear what is not in use."""
@@ -119,7 +120,7 @@ class StoreControl:
     async def set_quota(self, tenant: str, size: int, *, dry_run: bool) -> list[Reply]:
         """Bytes of each node's pool that ``tenant`` may fill; 0: no quota. What is above goes as the tenant stores more."""
         request = pb.store_admin.SetQuotaRequest(tenant=tenant, bytes=size, dry_run=dry_run)
-        return await self._each(lambda stub: replies.quota_set(stub.SetQuota(request, timeout=CALL_S)))
+        return await self._each(lambda stub: replies.set_quota(stub, request))
 
     async def copy(
         self,
@@ -146,7 +147,8 @@ class StoreControl:
         if not sealed:
             return [copied]
         request = pb.store_admin.DropRequest(keys=sealed, dry_run=dry_run)
-        return [copied, await self._ask(self.member(source), lambda stub: replies.cleaned(stub.Drop(request, timeout=CALL_S)))]
+        origin = self.member(source, "--from")
+        return [copied, await self._ask(origin, lambda stub: replies.cleaned(stub.Drop(request, timeout=CALL_S)))]
 
     async def move_out(self, node: str, *, deadline_s: float) -> list[Reply]:
         """``node`` takes no new blocks from now on, and copies to others what only it holds, the hottest first."""
@@ -167,7 +169,7 @@ class StoreControl:
         """The target's answer, and the names of blocks that both have then, or would have."""
         if source == target:
             raise InvalidRequest(f"--to: {target!r} is the source, too; name another node", param="to")
-        origin, goal = self.member(source), self.member(target)
+        origin, goal = self.member(source, "--from"), self.member(target, "--to")
         request = pb.store_admin.SequencesRequest(keys=keys, following=following)
         sequences: list[Any] = []
 
@@ -183,6 +185,7 @@ class StoreControl:
             return Reply("", facts)
 
         learned = await self._ask(origin, learn)
+        _require_right([learned])
         return (learned if learned.trouble else await self._ask(goal, bring)), sealed
 
     async def _bring(
@@ -210,7 +213,9 @@ class StoreControl:
     # Asking.
 
     async def _each(self, call: Callable[[Any], Awaitable[Reply]]) -> list[Reply]:
-        return list(await asyncio.gather(*(self._ask(member, call) for member in self.stores)))
+        answers = list(await asyncio.gather(*(self._ask(member, call) for member in self.stores)))
+        _require_right(answers)
+        return answers
 
     async def _ask(self, member: Member, call: Callable[[Any], Awaitable[Reply]]) -> Reply:
         """The node's own name is put in here; what it refuses, or that it does not answer, is its ``trouble``."""
@@ -218,7 +223,15 @@ class StoreControl:
         try:
             reply = await call(stub)
         except grpc.aio.AioRpcError as e:
-            return Reply(member.node, trouble=error_of(e, f"store node {member.node}").message)
+            error = error_of(e, f"store node {member.node}")
+            return Reply(member.node, trouble=error.message, wrong=isinstance(error, InvalidRequest))
         except MoonpoolError as e:
-            return Reply(member.node, trouble=e.message)
+            return Reply(member.node, trouble=e.message, wrong=isinstance(e, InvalidRequest))
         return Reply(member.node, reply.facts, reply.rows)
+
+
+def _require_right(answers: Sequence[Reply]) -> None:
+    """InvalidRequest with a node's own words where the call was wrong and nobody did any of it."""
+    wrong = next((one for one in answers if one.wrong), None)
+    if wrong is not None and all(one.trouble for one in answers):
+        raise InvalidRequest(wrong.trouble)

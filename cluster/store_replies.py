@@ -16,12 +16,16 @@ Facts = dict[str, int | float | str]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What one node said: named values, or why it said nothing. ``rows`` where the answer is a list."""
+    """What one node said: named values, or why it said nothing. ``rows`` where the answer is a list.
+
+    ``wrong``: the trouble is that the call itself cannot be, and nothing changed.
+    """
 
     node: str
     facts: Facts = field(default_factory=dict)
     rows: tuple[Facts, ...] = ()
     trouble: str = ""
+    wrong: bool = False
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"node": self.node, **self.facts}
@@ -61,7 +65,8 @@ async def inspect(stub: Any, keys: Sequence[bytes]) -> Reply:
 
 async def describe(stub: Any) -> Reply:
     found = await stub.Describe(pb.types.Empty(), timeout=CALL_S)
-    return Reply("", {**found.numbers, **found.words}, tuple(map(tenant, found.tenants)))
+    facts: Facts = {name: int(value) if value.is_integer() else value for name, value in found.numbers.items()}
+    return Reply("", dict(sorted({**facts, **found.words}.items())), tuple(map(tenant, found.tenants)))
 
 
 async def quotas(stub: Any) -> Reply:
@@ -85,6 +90,11 @@ async def hold(call: Awaitable[Any]) -> Reply:
     return Reply("", {"held": done.held, "missing": done.missing})
 
 
+async def unheld(call: Awaitable[Any]) -> Reply:
+    done = await call
+    return Reply("", {"released": done.held, "missing": done.missing})
+
+
 async def cleaned(call: Awaitable[Any]) -> Reply:
     done = await call
     return Reply("", {"cleared": done.cleared, "kept": done.kept, "bytes": done.bytes})
@@ -103,6 +113,8 @@ async def compressed(call: Awaitable[Any]) -> Reply:
     )
 
 
-async def quota_set(call: Awaitable[Any]) -> Reply:
-    done = await call
-    return Reply("", {"before": done.before, "used": done.used, "above": done.above})
+async def set_quota(stub: Any, request: pb.store_admin.SetQuotaRequest) -> Reply:
+    done = await stub.SetQuota(request, timeout=CALL_S)
+    pool = (await stub.Quotas(pb.types.Empty(), timeout=CALL_S)).pool_bytes
+    facts: Facts = {"quota": request.bytes, "before": done.before, "used": done.used, "above": done.above}
+    return Reply("", facts | {"pool_bytes": pool})

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from moonpool.core.errors import InvalidRequest, MoonpoolError
 from moonpool.kvstore.checks import checked_keys
-from moonpool.kvstore.codecs.copies import all_keys
+from moonpool.kvstore.codecs.copies import LOSSY, all_keys
 from moonpool.kvstore.control import Control
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pool import Cleared
@@ -128,7 +128,11 @@ class StoreAdmin(pb.store_admin_rpc.StoreAdminServicer):
 
     @answered
     async def Compress(self, request: pb.store_admin.CompressRequest, context: Any) -> pb.store_admin.CompressReply:
-        done = await self._node.compressor.compress(checked_keys(request.keys), request.codec[:MAX_NAME], request.dry_run)
+        if request.codec not in LOSSY:
+            raise InvalidRequest(
+                f"codec: {request.codec[:MAX_NAME]!r} is no lossy codec; use one of {', '.join(LOSSY)}", param="codec"
+            )
+        done = await self._node.compressor.compress(checked_keys(request.keys), request.codec, request.dry_run)
         return pb.store_admin.CompressReply(
             compressed=done.made, kept=done.kept, bytes_before=done.bytes_before, bytes_after=done.bytes_after
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from typer.testing import CliRunner, Result
 from moonpool.cli import store_calls
 from moonpool.cli.main import _Choices, build
 from moonpool.cluster.gateway.tokenizer import Tokenizer
+from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
 from moonpool.core.blocks import BlockHasher, key_id, load_hash_key, namespace
 from moonpool.core.errors import MoonpoolError
+from moonpool.kvstore.codecs.copies import LOSSY
 
 KEYS = block_keys("k", 5)
 HEX = ",".join(key.hex() for key in KEYS)
@@ -32,10 +35,14 @@ class Shell:
     def __init__(self, cluster: StoreCluster, beside: Beside, home: Path) -> None:
         self.cluster, self.beside = cluster, beside
         self._app = build(_Choices())
-        self._env = {"HOME": str(home), "MOONPOOL_CLUSTER_REGISTRY": cluster.registry}
+        self._home, self.named = str(home), cluster.registry
 
     def __call__(self, *words: str, typed: str = "") -> Result:
-        return CliRunner().invoke(self._app, ["store", *words], env=self._env, input=typed)
+        return self.top("store", *words, typed=typed)
+
+    def top(self, *words: str, typed: str = "") -> Result:
+        env = {"HOME": self._home, "MOONPOOL_CLUSTER_REGISTRY": self.named or None}
+        return CliRunner().invoke(self._app, list(words), env=env, input=typed)
 
     def json(self, *words: str, code: int = 0) -> list[dict[str, object]]:
         done = self(*words, "--json")
@@ -127,7 +134,15 @@ def test_stats_print_the_main_figures_of_each_node_or_all_of_them(shell: Shell) 
     assert [dict(zip(lines[0], line, strict=False))["blocks_findable"] for line in lines[1:]] == ["0", "5"]
     full = shell("stats", "--full", "--node", "b").stdout
     assert f"layout{' ' * 27}{LAYOUT.fingerprint}" in full
-    assert [one["blocks_findable"] for one in shell.json("stats")] == [0, 5]
+    told = shell.json("stats")
+    assert [one["blocks_findable"] for one in told] == [0, 5]
+    assert all(not isinstance(value, float) or not value.is_integer() for value in told[1].values())
+    names = [name for name in told[1] if name not in ("node", "rows")]
+    assert names == sorted(names)
+    assert shell.json("pin", "--tenant", "alice", "--keys", KEYS[0].hex(), "--node", "b")[0]["held"] == 1
+    lines = [re.split("  +", line) for line in shell("stats", "--node", "b").stdout.splitlines()[:2]]
+    main = dict(zip(*lines, strict=True))
+    assert (main["held_soft_blocks"], main["held_hard_blocks"]) == ("1", "0")
 
 
 def test_a_node_that_is_drained_gives_others_what_only_it_holds_and_takes_nothing_new(shell: Shell) -> None:
@@ -153,8 +168,61 @@ def test_pins_and_quotas_are_made_shown_and_ended(shell: Shell) -> None:
     rows = [line.split() for line in shell("quota", "--node", "a").stdout.splitlines()]
     assert rows[0] == ["node", "tenant", "blocks", "used", "quota", "soft", "hard"]
     assert rows[1][:2] == ["a", "alice"]
-    assert shell.json("unpin", "--tenant", "alice", "--keys", HEX, "--node", "a")[0]["held"] == 5
+    assert shell.json("unpin", "--tenant", "alice", "--keys", HEX, "--node", "a")[0]["released"] == 5
     assert shell("clear", "--everything", "--node", "a").exit_code == 0
+
+
+def test_a_quota_that_was_set_is_said_and_so_is_one_above_the_pool(shell: Shell) -> None:
+    pool = shell.cluster.nodes["a"].pool.slots.total_bytes
+    done = shell("quota", "--tenant", "alice", "--bytes", "64 KiB", "--node", "a")
+    first = [line.split() for line in done.stdout.splitlines()[-2:]]
+    assert first[0] == ["node", "quota", "before", "used", "above", "pool_bytes"]
+    assert first[1][:4] == ["a", "64", "KiB", "none"]
+    assert "above its whole pool" not in done.stderr
+    assert shell.json("quota", "--tenant", "alice", "--bytes", str(pool + 1))[0]["before"] == 64 << 10
+    done = shell("quota", "--tenant", "alice", "--bytes", str(pool + 1), "--node", "a")
+    assert (done.exit_code, "node a: the quota is above its whole pool" in done.stderr) == (0, True)
+    assert " none " in shell("quota", "--tenant", "alice", "--bytes", "0", "--node", "a").stdout.splitlines()[-1]
+
+
+def test_what_is_not_there_is_no_success(shell: Shell) -> None:
+    shell.publish("a")
+    unknown = block_keys("z", 1)[0].hex()
+    for by in (("--tenant", "nobody"), ("--model", "nomodel"), ("--keys", unknown)):
+        done = shell("clear", *by, "--yes")
+        assert done.exit_code == 1
+        assert "nothing was found" in done.stderr
+    assert shell("unpin", "--tenant", "nobody", "--keys", HEX).exit_code == 1
+    assert shell("clear", "--tenant", "default").exit_code == 0
+    assert shell("clear", "--everything").exit_code == 0
+
+
+def test_a_registry_that_is_named_wins_over_the_cluster_that_runs_here(shell: Shell, tmp_path: Path) -> None:
+    shell.publish("a")
+    with subprocess.Popen((sys.executable, "-c", "import sys; sys.stdin.read()"), stdin=subprocess.PIPE) as supervisor:
+        local = ClusterState(ProcessRecord.of(supervisor.pid), "moonpool", "process", "127.0.0.1:1", "ready", "http://here")
+        StateDir.create(tmp_path / ".cache" / "moonpool" / "clusters" / "moonpool").write(local)
+        file = tmp_path / "named.toml"
+        file.write_text(f'[cluster]\nregistry = "{shell.cluster.registry}"\n')
+        assert shell.leading() == [5, 0]  # named by the environment
+        shell.named = ""
+        for naming in (("--config", str(file)), ("--set", f"cluster.registry={shell.cluster.registry}")):
+            assert shell.json("lookup", "--keys", HEX, *naming)[0]["leading"] == 5
+            told = json.loads(shell.top("status", "--json", *naming).stdout)
+            assert (told["registry"], told["url"]) == (shell.cluster.registry, "")
+            refused = [shell.top(*words, *naming).exception for words in (("down",), ("chat", "hi"), ("explain", "x"))]
+            assert all(isinstance(e, MoonpoolError) for e in refused)
+            for e, said in zip(refused, ("stops only what runs here", "knows no live gateway", "conductor: none"), strict=True):
+                assert said in str(e)
+        elsewhere = shell("lookup", "--keys", HEX).exception
+        assert "127.0.0.1:1 does not answer" in str(elsewhere)
+        assert supervisor.poll() is None
+        supervisor.communicate(timeout=10)
+
+
+def test_help_names_the_codecs_that_are_offered(shell: Shell) -> None:
+    for codec in LOSSY:
+        assert codec in shell("compress", "--help").stdout
 
 
 def test_prompts_are_named_as_a_gateway_names_them(tmp_path: Path) -> None:
@@ -199,6 +267,9 @@ def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Pat
             said = watching.stdout.readline().split()
             assert said[:5] == ["a", "stored", "g2", "3", "blocks"]
             assert said[5:] == [key.hex() for key in KEYS[2:]]
+            other = block_keys("n", 1)
+            shell.publish("a", other)
+            assert watching.stdout.readline().split() == ["a", "stored", "g2", "1", "block", other[0].hex()]
         finally:
             watching.send_signal(signal.SIGINT)
         assert watching.wait(10) == 0
@@ -210,10 +281,29 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("lookup", "--keys", "@missing.txt"), "--keys: cannot read missing.txt"),
     (("lookup", "--keys", HEX, "--node", "z"), "--node: 'z' is no live store node; use one of a, b"),
     (("copy", "--keys", HEX, "--from", "a", "--to", "a"), "--to: 'a' is the source, too"),
-    (("copy", "--keys", HEX, "--from", "q", "--to", "a"), "node: 'q' is no live store node"),
-    (("drain", "--node", "q"), "node: 'q' is no live store node"),
+    (("copy", "--keys", HEX, "--from", "q", "--to", "a"), "--from: 'q' is no live store node"),
+    (("move", "--keys", HEX, "--from", "a", "--to", "q"), "--to: 'q' is no live store node"),
+    (("copy", "--keys", HEX, "--from", "a", "--to", "b", "--seconds", "-1"), "--seconds: -1 is no time limit"),
+    (("drain", "--node", "a", "--seconds", "nan"), "--seconds: nan is no time limit"),
+    (("drain", "--node", "q"), "--node: 'q' is no live store node"),
+    (("lookup", "--keys", ""), "--keys: there is no key in it"),
+    (("lookup", "--keys", HEX, "--keys", HEX), f"--keys: {KEYS[0].hex()} is there twice"),
+    (("lookup", "--keys", HEX, "--chat"), "--chat: it says how --prompt is meant, and there is none"),
+    (("lookup", "--prompt", "@"), "--prompt: no path follows the @"),
+    (("pin", "--tenant", "", "--keys", HEX), "tenant: it is empty"),
+    (("unpin", "--tenant", "t" * 300, "--keys", HEX), "tenant: 300 characters; at most 256"),
+    (("compress", "--codec", "zip", "--keys", HEX), "codec: 'zip' is no lossy codec; use one of fp8, int8"),
+    (("compress", "--codec", "raw", "--keys", HEX), "codec: 'raw' is no lossy codec"),
+    (("compress", "--codec", "int8", "--keys", HEX), "allows none, not 'int8'"),
+    (("clear", "--model", "toy", "--chat"), "--chat: it says how --prompt is meant"),
+    (("clear", "--tenant", "", "--everything"), "exactly one of"),
+    (("clear", "--tenant", ""), "--tenant: it is empty"),
+    (("clear", "--tenant", "t" * 300), "tenant: 300 characters; at most 256"),
+    (("clear", "--keys", ""), "--keys: there is no key in it"),
     (("clear",), "exactly one of --keys, --prompt, --model, --tenant, --everything"),
     (("clear", "--everything", "--tenant", "t"), "exactly one of"),
+    (("quota", "--tenant", "default", "--bytes", "1 MiB"), "has no quota; name another"),
+    (("quota", "--tenant", "", "--bytes", "1 MiB"), "tenant: it is empty"),
     (("quota", "--tenant", "t"), "give --tenant and --bytes to set one"),
     (("quota", "--tenant", "t", "--bytes", "lots"), "--bytes: 'lots' is no size"),
 ]

@@ -113,6 +113,14 @@ def test_a_malformed_size_is_refused_naming_the_units(text: str) -> None:
         load_config(None, {}, {"store.pool_bytes": text})
 
 
+def test_quotas_carry_units(tmp_path: Path) -> None:
+    config, _ = load_config(None, {}, {"store.quotas": '{"alice": "1GiB", "bob": 7}'})
+    assert config.store.quotas == {"alice": 1 << 30, "bob": 7}
+    assert load_config(_file(tmp_path, 'store.quotas = {alice = "2 MiB"}'), {}, {})[0].store.quotas == {"alice": 2 << 20}
+    with pytest.raises(ConfigError, match=r"store\.quotas\[alice\]: 'lots' \(command line\) is no size; .*KiB, MiB, GiB"):
+        load_config(None, {}, {"store.quotas": '{"alice": "lots"}'})
+
+
 def test_rates_carry_units_too() -> None:
     config, _ = load_config(None, {}, {"transfer.throttle_bytes_per_s": "1.5 MiB"})
     assert config.transfer.throttle_bytes_per_s == 1.5 * (1 << 20)

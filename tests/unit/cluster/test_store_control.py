@@ -95,7 +95,8 @@ async def test_clearing_a_block_takes_what_follows_it_but_nothing_in_use(tmp_pat
 async def test_clearing_by_nothing_or_by_two_things_is_refused_and_clears_nothing(tmp_path: Path, what: What) -> None:
     async with store_cluster(tmp_path, ["a"]) as cluster, await StoreControl.open(cluster.registry) as control:
         await cluster.publish("a", KEYS)
-        assert "exactly one of" in (await control.clean(what, dry_run=False))[0].trouble
+        with pytest.raises(InvalidRequest, match="exactly one of"):
+            await control.clean(what, dry_run=False)
         assert (await control.inspect(KEYS))[0].facts["leading"] == 5
 
 
@@ -119,6 +120,16 @@ async def test_nodes_are_named_by_their_ids(tmp_path: Path) -> None:
         async with await StoreControl.open(cluster.registry) as control:
             with pytest.raises(InvalidRequest, match="name another node"):
                 await control.copy(KEYS, "a", "a", dry_run=True)
+
+
+async def test_what_one_node_refuses_and_another_does_is_that_nodes_trouble(tmp_path: Path) -> None:
+    lossy = {"codecs": ("int8",), "lossy_for": ("alice",)}
+    async with store_cluster(tmp_path, store=lossy) as cluster, store_cluster(tmp_path / "other", ["c"]) as strict:
+        await cluster.publish("a", KEYS, tenant="alice", values=True)
+        async with StoreControl([cluster.nodes["a"].member, strict.nodes["c"].member]) as control:
+            a, c = await control.compress(KEYS, "int8", dry_run=False)
+            assert (a.facts["compressed"], a.trouble) == (5, "")
+            assert "store.codecs of node c allows none" in c.trouble
 
 
 async def test_without_store_nodes_there_is_nothing_to_control(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ BAD_REQUESTS: list[tuple[str, Any, str]] = [
     ("Hold", pb.store_admin.HoldRequest(keys=KEYS), "tenant: it is empty"),
     ("SetQuota", pb.store_admin.SetQuotaRequest(tenant="default", bytes=1), "has no quota; name another"),
     ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="int8"), "store.codecs of node a allows none"),
-    ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="zip"), "'zip' is unknown; use one of raw, int8, fp8"),
+    ("Compress", pb.store_admin.CompressRequest(keys=KEYS, codec="zip"), "'zip' is no lossy codec; use one of fp8, int8"),
 ]
 
 
