@@ -50,6 +50,8 @@ async def serve_alone(config: Config, say: Callable[[str], None]) -> int:
     try:
         words, mib = node.words(), 1 << 20
         say(f"pool of {node.slots.total_bytes / mib:.0f} MiB; clients connect to {words['store_socket']}")
+        for line in node.lower.lines():
+            say(line)
         return await ended
     finally:
         await node.leave()

@@ -81,6 +81,8 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
     slots, slot_mib = node.slots.total(layout.slot_bytes), layout.slot_bytes / (1 << 20)
     memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
     say(f"memory: {memory}")
+    for line in node.lower.lines():
+        say(line)
     return Made(node, replace(member, details={"memory": memory}), again, leave=leave)
 
 

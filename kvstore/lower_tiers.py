@@ -48,6 +48,10 @@ class LowerTiers:
     def has_ssd(self) -> bool:
         return self._ssd is not None
 
+    def lines(self) -> list[str]:
+        """What was found at start, for the screen."""
+        return [] if self._ssd is None else [self._ssd.line]
+
     def start(
         self,
         pool: Pool,

@@ -10,12 +10,12 @@ from pathlib import Path
 from moonpool.core.config import MIB
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId, checked_name
+from moonpool.kvstore.ssd.device import Device, size_words
 from moonpool.kvstore.ssd.files import Io, SegmentFile
 from moonpool.kvstore.ssd.format import HEADER_BYTES
 
 LARGEST_SEGMENT = 256 * MIB
 SEGMENTS = 8  # at least, so that formatting or losing one costs little
-DEFAULT_SHARE = 0.8  # of what the file system has free
 _NAME = re.compile(r"segment-(\d{6,12})\Z")
 
 
@@ -49,12 +49,24 @@ class Folder:
             ) from e
 
     def cap(self, ssd_bytes: int) -> int:
-        """Bytes the tier may fill: as configured, or a share of what is free, own files included."""
+        """Bytes the tier may fill: as configured, or a share of what is free, own files included and kept.
+
+        ConfigError: the file system could hold ``ssd_bytes``, others fill it, and no earlier life of the tier has files here.
+        A file system smaller than ``ssd_bytes`` is no error: the tier takes what it may.
+        """
+        fs = Device.of(self.path)
+        own = [os.lstat(path) for _, path in self.found()]
         if ssd_bytes:
+            if not own and fs.spare < ssd_bytes <= fs.total:
+                raise ConfigError(
+                    f"store.ssd_bytes: {ssd_bytes} bytes ({size_words(ssd_bytes)}) are more than {self.path} has: "
+                    f"{size_words(fs.free)} of {size_words(fs.total)} are free, of which {size_words(fs.spared)} stay free for "
+                    f"others; {f'use {fs.spare} or less, ' if fs.spare else ''}make room there, or name another file system in "
+                    "store.ssd_path",
+                    param="store.ssd_bytes",
+                )
             return ssd_bytes
-        fs = os.statvfs(self.path)
-        own = sum(os.stat(path).st_blocks * 512 for _, path in self.found())
-        return int((fs.f_bavail * fs.f_frsize + own) * DEFAULT_SHARE)
+        return fs.default(sum(file.st_blocks * 512 for file in own), sum(file.st_size for file in own))
 
     def found(self) -> list[tuple[int, Path]]:
         """(number, path) of every segment file, ascending. Files of other names are nobody's business."""

@@ -11,6 +11,7 @@ from moonpool.core.config import MIB, StoreConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
+from moonpool.kvstore.ssd.device import Device
 from moonpool.kvstore.ssd.files import Io, SegmentFile
 from moonpool.kvstore.ssd.folder import SEGMENTS, Folder, segment_size
 from moonpool.kvstore.ssd.format import (
@@ -124,19 +125,22 @@ def _read(file: SegmentFile) -> SegmentHeader | None:
 
 
 def _allocate(opened: Opened, now: int) -> None:
-    """New segment files up to the cap; fewer or smaller ones where the file system refuses."""
+    """New segment files up to the cap; fewer or smaller ones where the file system refuses, or others need the rest."""
     size = segment_size(opened.cap)
     left = opened.cap - sum(file.size for file in opened.files.values())
+    spare = Device.of(opened.folder.path).spare  # counted down here too: sparse files do not show in what is free
     while size >= min(SMALLEST, segment_size(opened.cap)) and size:
         if left < size:
             break
         try:
+            Device.of(opened.folder.path).require(size, spare)
             add_segment(opened, size, now)
             left -= size
+            spare -= size
         except OSError as e:
             size = size // 2 // HEADER_BYTES * HEADER_BYTES
             reason = e.strerror or os.strerror(e.errno or 0)
-            note = f"the file system refused more: {reason}"
+            note = f"no more was taken: {reason}"
             if note not in opened.notes:
                 opened.notes.append(note)
 

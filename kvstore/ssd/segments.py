@@ -11,6 +11,7 @@ import numpy as np
 
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.copying import Fault, Place, Scratch
+from moonpool.kvstore.ssd.device import Device, size_words
 from moonpool.kvstore.ssd.files import SegmentFile
 from moonpool.kvstore.ssd.flow import Flow, Kind, Op
 from moonpool.kvstore.ssd.format import HEADER_BYTES, SegmentHeader, encode_segment, extent_of, split_extent
@@ -254,6 +255,14 @@ class Segments:
             words["ssd_notes"] = "; ".join(self._opened.notes[-4:])
         return words
 
+    def line(self, blocks: int) -> str:
+        """For the screen, at start; ``blocks`` were found."""
+        segments = self.space.segments.values()
+        has, cap = sum(s.size for s in segments), self._opened.cap
+        out = f"ssd: {size_words(has)} at {self._opened.folder.path}, {len(segments)} segments, {blocks} blocks found"
+        notes = "; ".join(self._opened.notes[-4:])
+        return f"{out} ({size_words(cap)} asked for; {notes})" if notes else out
+
     async def quiet(self, limit_s: float | None = None) -> None:
         """Until nothing runs beside serving, or the time is over."""
         until = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
@@ -273,6 +282,7 @@ class Segments:
 
 def _restored(opened: Opened, number: int, size: int, now: int) -> SegmentFile:
     opened.folder.restore()
+    Device.of(opened.folder.path).require(size)
     return make_segment(opened.folder, number, size, now)
 
 

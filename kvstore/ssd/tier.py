@@ -91,6 +91,7 @@ class SsdTier:
         self._writer = Writer(self._segments, self._flow, threads, self._next_sequence, self.counted, lacks_room)
         self._reader = Reader(self._segments, self._eraser, self._flow, threads, clock, self.counted)
         self._strangers = dict(opened.scanned.kept)
+        self.line = self._segments.line(sum(map(len, self._strangers.values())))  # for the screen
         self.recovered = [b for layout in self._space.known for b in self._strangers.pop(layout, ())]
 
     @classmethod
@@ -108,7 +109,8 @@ class SsdTier:
     ) -> SsdTier:
         """Locks the node's folder, allocates, and finds the blocks of an earlier life (``recovered``).
 
-        ConfigError: the folder is in use by another process or cannot be written, or a segment holds no block.
+        ConfigError: the folder is in use by another process or cannot be written, others fill the file system, or a segment
+        holds no block.
         ``progress`` is called in another thread. ``clock`` times deadlines, ``wall`` dates layouts, both in seconds.
         """
         opened = await asyncio.to_thread(open_folder, config, node, layouts, io or Io(), wall, progress)

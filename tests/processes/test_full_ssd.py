@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ssd import NODE, OTHER, found, put, right, tier
+from support.ssd import NODE, OTHER, found, keys, put, right, tier
 
 from moonpool.core.config import MIB
+from moonpool.core.errors import ConfigError
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +51,9 @@ def _child(folder: Path, size: int, limit: int = 0) -> dict[str, Any]:
 async def test_a_cap_larger_than_the_device_gives_a_smaller_tier(device: Path) -> None:
     of = await tier(device, OTHER, ssd_bytes=16 * DEVICE)
     assert DEVICE // 2 < of.numbers()["ssd_bytes"] <= DEVICE
-    assert "No space left on device" in of.words()["ssd_notes"]
+    assert "3.2 MiB of the file system stay free for others" in of.words()["ssd_notes"]
+    assert "(1.0 GiB asked for; no more was taken: " in of.line
+    assert shutil.disk_usage(device).free >= DEVICE // 20
     placed = await put(of, OTHER, range(of.room(OTHER)))
     assert await of.write([]) == []
     assert await right(of, OTHER, placed) == set(placed)
@@ -61,9 +64,9 @@ async def test_a_cap_larger_than_the_device_gives_a_smaller_tier(device: Path) -
 
 
 async def test_files_removed_from_a_full_device_are_made_again_of_the_space_they_leave(device: Path) -> None:
-    (device / "theirs").write_bytes(bytes(DEVICE - 5 * MIB))
-    of = await tier(device, OTHER, ssd_bytes=16 * MIB)
-    assert of.numbers()["ssd_bytes"] <= 5 * MIB
+    (device / "theirs").write_bytes(bytes(DEVICE - 10 * MIB))
+    of = await tier(device, OTHER, ssd_bytes=16 * DEVICE)
+    assert of.numbers()["ssd_bytes"] == 6 * MIB
     placed = await put(of, OTHER, range(of.room(OTHER)))
     for path in (device / NODE).glob("segment-*"):
         path.unlink()
@@ -72,6 +75,46 @@ async def test_files_removed_from_a_full_device_are_made_again_of_the_space_they
     assert of.room(OTHER) == len(placed)
     assert await right(of, OTHER, again := await put(of, OTHER, range(of.room(OTHER)))) == set(again)
     await of.close()
+
+
+async def test_a_cap_that_the_device_could_hold_if_others_did_not_is_refused_unless_it_is_held_already(device: Path) -> None:
+    theirs = device / "theirs"
+    theirs.write_bytes(bytes(DEVICE // 2))
+    with pytest.raises(ConfigError, match=r"store\.ssd_bytes: 50331648 bytes .* 32\.0 MiB of 64\.0 MiB are free.* or less"):
+        await tier(device, OTHER, ssd_bytes=48 * MIB)
+    theirs.unlink()
+    of = await tier(device, OTHER, ssd_bytes=48 * MIB)
+    placed = await put(of, OTHER, range(5))
+    await of.close()
+    theirs.write_bytes(bytes(DEVICE - 49 * MIB))
+    again = await tier(device, OTHER, ssd_bytes=48 * MIB)
+    assert again.numbers()["ssd_bytes"] == 48 * MIB
+    assert set(found(again, OTHER)) == keys(placed)
+    await again.close()
+    larger = await tier(device, OTHER, ssd_bytes=60 * MIB)
+    assert larger.numbers()["ssd_bytes"] == 48 * MIB
+    assert "stay free for others" in larger.line
+    await larger.close()
+
+
+async def test_a_file_system_that_refuses_before_its_space_is_used_gives_a_smaller_tier(device: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=8", str(device)], check=True)
+    of = await tier(device, OTHER, ssd_bytes=48 * MIB)
+    assert 0 < of.numbers()["ssd_bytes"] < 48 * MIB
+    assert "No space left on device" in of.words()["ssd_notes"]
+    assert await right(of, OTHER, placed := await put(of, OTHER, range(of.room(OTHER)))) == set(placed)
+    await of.close()
+
+
+async def test_no_size_given_takes_a_quarter_of_what_is_free_and_keeps_it_when_others_fill_the_rest(device: Path) -> None:
+    of = await tier(device, OTHER, ssd_bytes=0)
+    size = of.numbers()["ssd_bytes"]
+    assert DEVICE // 5 < size <= DEVICE // 4
+    await of.close()
+    (device / "theirs").write_bytes(bytes(DEVICE // 2))
+    again = await tier(device, OTHER, ssd_bytes=0)
+    assert again.numbers()["ssd_bytes"] == size
+    await again.close()
 
 
 def test_files_that_may_not_grow_give_a_smaller_tier(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Members(Roll):
 async def test_a_store_node_without_a_model_serves_values_and_blocks_of_any_layout(tmp_path: Path) -> None:
     sections: dict[str, Any] = {
         "model": {"path": ""},
-        "store": {"pool_bytes": 48 * MIB, "region_bytes": 48 * MIB},
+        "store": {"pool_bytes": 48 * MIB, "region_bytes": 48 * MIB, "ssd_path": f"{tmp_path}/ssd", "ssd_bytes": 64 * MIB},
         "cluster": {"registry": "127.0.0.1:1"},
     }
     spec = _spec("store", "", "a", config(tmp_path, **sections))
@@ -43,5 +43,6 @@ async def test_a_store_node_without_a_model_serves_values_and_blocks_of_any_layo
             assert await client.get_blocks(LAYOUT, keys, into) == 3
         assert (made.member.layout, made.member.model) == (None, "")
         assert said[0].startswith("memory: pool")
+        assert said[1] == f"ssd: 64.0 MiB at {tmp_path}/ssd/a, 8 segments, 0 blocks found"
     finally:
         await made.service.close()
