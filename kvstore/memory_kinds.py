@@ -59,7 +59,7 @@ def chosen_node(config: StoreConfig, nodes: Path = NODES) -> int | None:
         return None
     there = memory_nodes(nodes)
     if config.numa_node not in there:
-        named = "names no node" if config.numa_node < 0 else f"node {config.numa_node} has no memory here"
+        named = f"{config.numa_node} names no node" if config.numa_node < 0 else f"node {config.numa_node} has no memory here"
         exist = (
             f"use one of {', '.join(map(str, there))}" if there else "this kernel has no NUMA nodes; use store.memory = 'dram'"
         )

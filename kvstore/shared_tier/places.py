@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,16 @@ from moonpool.core.ids import NodeId
 
 Bytes = NDArray[np.uint8]
 NOT_OURS = (errno.ELOOP, errno.EACCES)  # a link, or somebody else's file, under a block's name
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 UNFINISHED = "unfinished"  # folder of files that are being written
+
+
+def _unfit(path: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"store.shared_path: {path}: {why}; name a folder that every store node can write, by its absolute path, "
+        "or s3://bucket/prefix",
+        param="store.shared_path",
+    )
 
 
 class Objects(Protocol):
@@ -46,21 +56,30 @@ class Folder:
 
     @classmethod
     def open(cls, path: str, node: NodeId) -> Folder:
-        """Removes what an earlier life of this node left unfinished. ConfigError: not a folder that can be written."""
+        """Removes what an earlier life of this node left unfinished.
+
+        ConfigError: not the absolute path of a folder that can be written, or nothing is there (a mount that is missing).
+        """
+        if (scheme := _SCHEME.match(path)) is not None:
+            raise _unfit(path, f"{scheme[0]} is nothing that blocks can be shared through")
+        if not Path(path).is_absolute():
+            raise _unfit(path, "is relative, and store nodes run in folders of their own")
         folder = cls(Path(path), node)
         try:
+            if not os.path.lexists(path):
+                raise ConfigError(
+                    f"store.shared_path: {path}: there is no such folder; mount it, or create it if it is meant to be new",
+                    param="store.shared_path",
+                )
             unfinished = folder._root / UNFINISHED
-            unfinished.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished.mkdir(mode=0o700, exist_ok=True)
             for left in unfinished.glob(f"{folder._mine}*"):
                 left.unlink(missing_ok=True)
             probe = unfinished / f"{folder._mine}{os.getpid()}+probe"
             probe.touch(mode=0o600)
             probe.unlink()
         except OSError as e:
-            raise ConfigError(
-                f"store.shared_path: {path}: {e.strerror}; name a folder that every store node can write, or s3://bucket/prefix",
-                param="store.shared_path",
-            ) from e
+            raise _unfit(path, e.strerror or "no folder") from e
         return folder
 
     def size(self, name: str) -> int | None:

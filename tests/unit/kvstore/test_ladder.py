@@ -214,6 +214,7 @@ async def test_what_was_read_once_leaves_dram_before_what_is_read_often(tmp_path
 
 
 async def test_what_one_node_sealed_another_finds_in_the_shared_tier(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     shared = settings(tmp_path, ssd_path="", shared_path=str(tmp_path / "shared"))
     keys, roll = block_keys("kept", 6), Roll()
     async with store_node(shared, roll) as node, worker(node) as (client, _):
@@ -226,6 +227,7 @@ async def test_what_one_node_sealed_another_finds_in_the_shared_tier(tmp_path: P
 
 
 async def test_what_is_cleared_leaves_the_shared_tier_too(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
     shared = settings(tmp_path, ssd_path="", shared_path=str(tmp_path / "shared"))
     keys, roll = block_keys("secret", 6), Roll()
     async with store_node(shared, roll) as node, worker(node) as (client, _):

@@ -45,7 +45,7 @@ def test_an_absent_node_is_refused_with_those_that_exist(sysfs: Path) -> None:
     assert chosen_node(cxl(4), sysfs) == 4
     with pytest.raises(ConfigError, match=r"store\.numa_node: node 7 has no memory here; use one of 0, 1, 4"):
         chosen_node(cxl(7), sysfs)
-    with pytest.raises(ConfigError, match=r"store\.numa_node: names no node; use one of 0, 1, 4"):
+    with pytest.raises(ConfigError, match=r"store\.numa_node: -1 names no node; use one of 0, 1, 4"):
         chosen_node(cxl(-1), sysfs)
 
 

@@ -155,6 +155,26 @@ async def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
         await SharedTier.open(StoreConfig(shared_path=str(tmp_path / "file")), NodeId("a"))
 
 
+@pytest.mark.parametrize("path", ["ftp://host/kv", "S3://bucket/kv", "file:///mnt/kv", "nfs:/kv"])
+async def test_a_kind_of_storage_that_does_not_exist_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"store\.shared_path: {path}: \w+: is nothing .* or s3://bucket/prefix"):
+        await SharedTier.open(StoreConfig(shared_path=path), NodeId("a"))
+
+
+async def test_a_relative_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"store\.shared_path: kv: is relative.* by its absolute path"):
+        await SharedTier.open(StoreConfig(shared_path="kv"), NodeId("a"))
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+async def test_a_folder_that_is_not_there_is_not_made_for_it_may_be_a_missing_mount(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"store\.shared_path: .*/kv: there is no such folder; mount it, or create it"):
+        await SharedTier.open(StoreConfig(shared_path=str(tmp_path / "kv")), NodeId("a"))
+    assert not (tmp_path / "kv").exists()
+
+
 CHILD = """
 import itertools, sys
 import numpy as np
