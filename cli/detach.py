@@ -16,13 +16,18 @@ if TYPE_CHECKING:
 POLL_S = 0.2
 
 
+def behind(argv: list[str]) -> tuple[str, ...]:
+    """The command that runs in the background for ``argv``."""
+    rest = [word for word in argv[1:] if word != "--detach"]
+    return (sys.executable, "-m", "moonpool.cli.main", *rest, "--detached")
+
+
 def start_detached(state: StateDir, argv: list[str]) -> int:
     """Runs ``argv`` again without ``--detach``, showing its progress; the exit code is 0 once it is ready."""
     log = state.path / "logs" / "up.log"
-    rest = [word for word in argv[1:] if word != "--detach"]
     with log.open("w", encoding="utf-8") as out:
         child = subprocess.Popen(
-            (sys.executable, "-m", "moonpool.cli.main", *rest),
+            behind(argv),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

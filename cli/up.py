@@ -27,6 +27,7 @@ def up(
     port: Annotated[int | None, typer.Option("--port", help="HTTP port (gateway.port).")] = None,
     name: ClusterName = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when ready; `moonpool down` stops it.")] = False,
+    detached: Annotated[bool, typer.Option("--detached", hidden=True, help="What --detach runs in the background.")] = False,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -53,7 +54,7 @@ def up(
         from moonpool.cli.detach import start_detached
 
         sys.exit(start_detached(state, sys.argv))
-    sys.exit(asyncio.run(_foreground(config, state)))
+    sys.exit(asyncio.run(_foreground(config, state, detached)))
 
 
 def _nodes(role: str) -> str | None:
@@ -84,7 +85,7 @@ def _require_not_running(state: StateDir, config: Config) -> None:
     state.clear()
 
 
-async def _foreground(config: Config, state: StateDir) -> int:
+async def _foreground(config: Config, state: StateDir, detached: bool) -> int:
     import asyncio
     import signal
 
@@ -101,7 +102,7 @@ async def _foreground(config: Config, state: StateDir) -> int:
     try:
         await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            _announce(config, supervisor.url, await starting)
+            _announce(config, supervisor.url, await starting, detached)
             await waiting
     finally:
         for task in (starting, waiting):
@@ -121,12 +122,12 @@ def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:
     return lambda failed: RayLauncher(config, state, say, failed)
 
 
-def _announce(config: Config, url: str, members: list[Member]) -> None:
+def _announce(config: Config, url: str, members: list[Member], detached: bool) -> None:
     say("")
     for member in members:
         if "memory" in member.details:
             say(f"  {member.id:<12} {member.details['memory']}")
     message = '{"role": "user", "content": "Hello"}'
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
-    say(f"\nserving {config.model_name} at {url}  (Ctrl-C stops it)\n")
+    say(f"\nserving {config.model_name} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")
     say(f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n")

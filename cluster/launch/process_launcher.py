@@ -94,7 +94,10 @@ class ProcessLauncher:
             delay = min(2 * delay, BACKOFF_S[1])
 
     async def _live(self, spec: RoleSpec, file: Path) -> tuple[int, str, bool]:
-        """One life: (exit code, its last line, whether it was ever ready)."""
+        """One life: (exit code, its last line, whether it was ever ready).
+
+        Why it could not start is for ``failed`` to say, which is told once: that line is not said here.
+        """
         lifeline, held = os.pipe()
         try:
             child = await asyncio.create_subprocess_exec(
@@ -108,15 +111,23 @@ class ProcessLauncher:
             os.close(lifeline)
             self._children[spec.member] = child
             self._state.record(spec.member, child.pid)
-            last, was_ready = "", False
+            last, was_ready, why = "", False, ""
             assert child.stdout is not None
             async for raw in child.stdout:
+                self._say_of(spec.member, why)
                 last = raw.decode(errors="replace").rstrip() or last
                 was_ready = was_ready or last.startswith(READY)
-                self._say(f"[{spec.member}] {last}")
-            return await child.wait(), last, was_ready
+                why = last if last.startswith(f"{spec.member}: ") and not was_ready else ""
+                self._say_of(spec.member, "" if why else last)
+            code = await child.wait()
+            self._say_of(spec.member, "" if code == EXIT_BAD_START or self._stopping.is_set() else why)
+            return code, last, was_ready
         finally:
             os.close(held)
+
+    def _say_of(self, member: MemberId, line: str) -> None:
+        if line:
+            self._say(f"[{member}] {line}")
 
 
 def _unset(wanted: dict[str, str]) -> dict[str, str]:

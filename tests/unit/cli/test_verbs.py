@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.cli.detach import behind
 from moonpool.cli.doctor import _child
+from moonpool.cli.up import _announce
 from moonpool.cluster.configure import all_keys, load_config
+from moonpool.core.config import Config
 
 COMMAND = (sys.executable, "-m", "moonpool.cli.main")
 
@@ -100,6 +103,14 @@ def test_a_busy_port_is_said_before_anything_starts(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         require_one_line(run(tmp_path, "up", "--port", str(port)), f"gateway.port: cannot listen on 127.0.0.1:{port}")
+
+
+def test_only_who_can_press_ctrl_c_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in ((["moonpool", "up"], True), (behind(["moonpool", "up", "--detach"]), False)):
+        assert "--detach" not in words
+        _announce(Config(), "http://here", [], "--detached" in words)
+        said = capsys.readouterr().err
+        assert ("http://here" in said, "Ctrl-C" in said) == (True, told)
 
 
 def test_down_without_a_cluster_says_so(tmp_path: Path) -> None:

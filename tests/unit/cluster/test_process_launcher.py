@@ -119,6 +119,7 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_own_line(tmp_pat
     async with house(tmp_path, Config(model=ModelConfig(name="broken"))) as h:
         why = await asyncio.wait_for(h.failures.get(), 30.0)
         assert why == "conductor-0: model.name: 'broken' cannot be loaded; use another"
+        assert not any("cannot be loaded" in line for line in h.said)
 
 
 async def test_a_frozen_process_wakes_as_a_newer_life_of_the_same_process(tmp_path: Path) -> None:
