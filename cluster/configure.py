@@ -22,6 +22,7 @@ from moonpool.cluster.etcd.address import registry_of
 from moonpool.core.config import Config, NodeConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import checked_name
+from moonpool.core.use import DEFAULT_TENANT
 
 PREFIX = "MOONPOOL_"
 # Read by tests and scripts, not by the configuration.
@@ -203,6 +204,10 @@ def _check_together(config: Config) -> None:
             )
         seen.add(node.name)
     registry_of(cluster)
+    if DEFAULT_TENANT in config.store.quotas:
+        raise ConfigError(
+            f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"
+        )
     _check_roles(config)
     if timing.silent_after_ms < 2 * timing.heartbeat_ms:
         raise ConfigError(

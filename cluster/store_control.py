@@ -119,6 +119,8 @@ class StoreControl:
 
     async def set_quota(self, tenant: str, size: int, *, dry_run: bool) -> list[Reply]:
         """Bytes of each node's pool that ``tenant`` may fill; 0: no quota. What is above goes as the tenant stores more."""
+        if not 0 <= size < 1 << 63:
+            raise InvalidRequest(f"--bytes: {size} is above what any pool has; give less than 8 EiB", param="bytes")
         request = pb.store_admin.SetQuotaRequest(tenant=tenant, bytes=size, dry_run=dry_run)
         return await self._each(lambda stub: replies.set_quota(stub, request))
 

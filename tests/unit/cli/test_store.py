@@ -304,6 +304,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("clear", "--everything", "--tenant", "t"), "exactly one of"),
     (("quota", "--tenant", "default", "--bytes", "1 MiB"), "has no quota; name another"),
     (("quota", "--tenant", "", "--bytes", "1 MiB"), "tenant: it is empty"),
+    (("quota", "--tenant", "t", "--bytes", "9999999 TiB"), "is above what any pool has"),
     (("quota", "--tenant", "t"), "give --tenant and --bytes to set one"),
     (("quota", "--tenant", "t", "--bytes", "lots"), "--bytes: 'lots' is no size"),
 ]

@@ -119,6 +119,8 @@ def test_quotas_carry_units(tmp_path: Path) -> None:
     assert load_config(_file(tmp_path, 'store.quotas = {alice = "2 MiB"}'), {}, {})[0].store.quotas == {"alice": 2 << 20}
     with pytest.raises(ConfigError, match=r"store\.quotas\[alice\]: 'lots' \(command line\) is no size; .*KiB, MiB, GiB"):
         load_config(None, {}, {"store.quotas": '{"alice": "lots"}'})
+    with pytest.raises(ConfigError, match=r"store\.quotas: 'default' is whoever names no tenant"):
+        load_config(None, {}, {"store.quotas": '{"default": 7}'})
 
 
 def test_rates_carry_units_too() -> None:
