@@ -22,6 +22,7 @@ from moonpool.kvstore.library.chunks import Parts, Read, header_of, read, read_c
 from moonpool.kvstore.library.host_link import HostLink
 from moonpool.kvstore.library.objects import CLASSES, SLOT_MORE, decode_header, plan, require_fits
 from moonpool.kvstore.library.putting import AHEAD, portions
+from moonpool.kvstore.library.values import Target
 from moonpool.wire import host_frames as frames
 from moonpool.wire.host_frames import MAX_ITEMS, Kind, Place
 
@@ -33,15 +34,29 @@ def in_frames(keys: Sequence[bytes]) -> list[Sequence[bytes]]:
     return [keys[at : at + MAX_ITEMS] for at in range(0, len(keys), MAX_ITEMS)]
 
 
-def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None, fetch_ms: int) -> list[Any]:
+def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Target] | None, fetch_ms: int) -> list[Any]:
     """The value of each key, or None; copied into what ``into`` names for it, where that is given.
 
     The next portion is asked for before one is read, so that the store node finds it meanwhile. ``fetch_ms``: how long the
     node may take for what its host does not have in DRAM.
     """
     out: list[Any] = [None] * len(keys)
-    todo = deque(portions(len(keys), GET_AT_ONCE))
     asked: deque[range] = deque()
+    try:
+        _get(link, keys, into, fetch_ms, out, asked)
+    except InvalidRequest:  # of the caller's: the connection is as good as before
+        for _ in asked:
+            head, frame = link.receive()
+            _unpin(link, frames.decode_opened(frame, head.items)[0])
+        raise
+    return out
+
+
+def _get(
+    link: HostLink, keys: Sequence[bytes], into: Sequence[Target] | None, fetch_ms: int, out: list[Any], asked: deque[range]
+) -> None:
+    """``asked``: those whose answers are still to come."""
+    todo = deque(portions(len(keys), GET_AT_ONCE))
     while todo or asked:
         while todo and len(asked) < AHEAD:
             asked.append(todo.popleft())
@@ -58,7 +73,6 @@ def get_values(link: HostLink, keys: Sequence[bytes], into: Sequence[Any] | None
             _read_values(link, keys, mine, opened, into, out)
         finally:
             _unpin(link, ticket)
-    return out
 
 
 def _read_values(
@@ -66,7 +80,7 @@ def _read_values(
     keys: Sequence[bytes],
     which: range,
     opened: Sequence[Sequence[Place]],
-    into: Sequence[Any] | None,
+    into: Sequence[Target] | None,
     out: list[Any],
 ) -> None:
     """Into ``out`` at each place of ``which`` whose value is here and right."""
@@ -132,7 +146,7 @@ class Value:
 
     __slots__ = ("_into", "_raw", "_refused", "_shape", "reads", "sound")
 
-    def __init__(self, link: HostLink, key: bytes, places: Sequence[Place], into: Any) -> None:
+    def __init__(self, link: HostLink, key: bytes, places: Sequence[Place], into: Target | None) -> None:
         leaf = places[-1]
         if leaf.layout >= len(CLASSES):
             raise InvalidRequest("key: it names a block of KV, not a value", param="key")
@@ -149,12 +163,12 @@ class Value:
         except DigestMismatch:
             self.sound = False
             return
-        views = None if into is None else values.targets(into)
-        size = self._shape.size if views is None else sum(map(len, views))
-        if size != self._shape.size:
-            self._refused = f"into: {size} bytes for a value of {self._shape.size}"  # if it is one: that must be read first
-        if views is None or self._refused:
+        if into is not None:
+            self._refused = into.refuses(self._shape)  # if it is such a value: that must be read first
+        if into is None or self._refused:
             self._raw, views = values.make_room(self._shape)
+        else:
+            views = into.views
         parts = Parts(views)
         *before, last = plan(key, nonce, self._shape.size)
         for chunk, place in zip(before, places, strict=False):
@@ -168,7 +182,7 @@ class Value:
             raise InvalidRequest(self._refused, param="into")
         try:
             if self.sound:
-                return self._into if self._into is not None else values.finish(self._raw, self._shape)
+                return self._into.into if self._into is not None else values.finish(self._raw, self._shape)
         except DigestMismatch:
             self.sound = False
             raise

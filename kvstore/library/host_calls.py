@@ -124,6 +124,8 @@ class HostCalls:
             why = Reserved.SEALED
         elif self._pool.held.coming(leaf):
             why = Reserved.IN_FLIGHT
+        elif self._can_never_fit(run):
+            why = Reserved.FULL
         if why is None:
             got = self._reserve_run(run, parent)
             why = next((one.state for one in got if one.state is not Reserved.NEW), None)
@@ -132,6 +134,12 @@ class HostCalls:
             if ids := [one.id for one in got if one.id]:
                 self._pool.abandon(self._session.number, ids, self._node.clock())
         return [Reservation(one.key, why) for one in run]
+
+    def _can_never_fit(self, run: Sequence[Wanted]) -> bool:
+        """Even if everything else went: so nothing need be evicted to find that out."""
+        size = self._layouts.get(run[0].layout).slot_bytes
+        quota = self._pool.held.accounts.quotas.get(self._use.tenant)
+        return len(run) > self._pool.slots.fits(size) or (quota is not None and len(run) * size > quota)
 
     def _granted(self, answers: Sequence[Reservation]) -> list[Granted]:
         if not isinstance(answers, Answers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import stat
 import struct
 from pathlib import Path
 
@@ -20,18 +21,33 @@ CALL_S = 10  # an answer that takes longer means a frozen node
 SOCKET_SUFFIX = ".store.sock"
 
 
-def find_socket(path: Path) -> Path:
-    """``path`` itself, or the one store socket in the state folder ``path``. ConfigError where there is none, or several."""
-    if not path.is_dir():
-        return path.resolve()  # it may be a link in a folder whose name is too long for a socket
-    found = sorted(path.glob(f"*{SOCKET_SUFFIX}"))
+def find_socket(path: str | os.PathLike[str]) -> Path:
+    """``path`` itself, or the one store socket in the state folder ``path``; ``~`` is the home folder.
+
+    ConfigError, with what to do, where there is none, or several.
+    """
+    try:
+        here = Path(path).expanduser()
+        if not os.fspath(path):  # of which Path makes the current folder
+            raise ValueError("it is empty")
+        mode = here.stat().st_mode
+        if stat.S_ISSOCK(mode):
+            return here.resolve()  # it may be a link in a folder whose name is too long for a socket
+        if not stat.S_ISDIR(mode):
+            raise ValueError("it is neither a socket nor a folder")
+        found = sorted(here.glob(f"*{SOCKET_SUFFIX}"))
+    except (TypeError, ValueError, RuntimeError, OSError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigError(
+            f"path: {path!r}: {why}; give the socket that `moonpool store serve` prints, or its state folder", param="path"
+        ) from e
     if len(found) == 1:
         return found[0].resolve()
     several = ", ".join(one.name for one in found)
     raise ConfigError(
-        f"path: {path} has {len(found)} store sockets ({several}); name one"
+        f"path: {here} has {len(found)} store sockets ({several}); name one"
         if found
-        else f"path: {path} has no *{SOCKET_SUFFIX}; start a node with `moonpool store serve`, or name its socket",
+        else f"path: {here} has no *{SOCKET_SUFFIX}; start a node with `moonpool store serve`, or name its socket",
         param="path",
     )
 
@@ -42,6 +58,7 @@ class HostLink:
     def __init__(self, path: Path, connection: socket.socket) -> None:
         self.path = path
         self.regions: dict[int, memoryview] = {}
+        self.region_sizes: list[int] = []
         self.welcome: frames.Welcome
         self.over: PeerSilent | None = None
         self._socket = connection
@@ -68,6 +85,7 @@ class HostLink:
                 if not regions:
                     raise TransferFailed(f"the store node at {path} names fewer regions than it has")
                 link.regions |= {region.number: map_region(region).data for region in regions}
+            link.region_sizes = [len(one) for one in link.regions.values()]
         except OSError as e:
             link.close()
             raise PeerSilent(f"no store node answers at {path}: {e.strerror or e}", peer=str(path)) from e

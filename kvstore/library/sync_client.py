@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import InvalidRequest, PeerSilent, TransferFailed
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
+from moonpool.kvstore.library import arguments, values
 from moonpool.kvstore.library.getting import get_blocks, get_values, in_frames
 from moonpool.kvstore.library.host_link import HostLink, find_socket
 from moonpool.kvstore.library.items import BlockItem, Item, Put, ValueItem
@@ -54,9 +54,12 @@ class SyncStoreClient:
         """``path``: a store node's socket, or the state folder it lies in. ``fetch_ms``: how long a get may wait for what is
         not in this host's memory, but on its SSD tier or with another node; 0: such values are misses.
 
-        ConfigError where there is no socket; PeerSilent where nobody answers.
+        ConfigError where there is no socket, or several; InvalidRequest: a name of no, or above 256 bytes; PeerSilent where
+        nobody answers.
         """
-        client = cls(find_socket(Path(path)), namespace, tenant, fetch_ms)
+        names = arguments.name(namespace, "namespace"), arguments.name(tenant, "tenant")
+        wait_ms = arguments.milliseconds(fetch_ms, "fetch_ms")
+        client = cls(find_socket(path), *names, wait_ms)
         client._call(lambda link: None)
         return client
 
@@ -82,40 +85,62 @@ class SyncStoreClient:
     def put_many(self, items: Sequence[tuple[Key, Any]]) -> list[Put]:
         """Each value is stored whole or not at all, and can be found once this returns.
 
-        InvalidRequest: one of them is nothing that can be stored; those before it are stored.
+        Of values with one key in ``items`` the first counts; the answer for the others is what holds for it: THERE where it
+        was stored. InvalidRequest, and nothing is stored: one of them is nothing that can be stored, or they do not fit into
+        the pool, even if it were empty.
         """
+        given = arguments.named_values(items)
+        first: dict[bytes, int] = {}
+        for i, one in enumerate(given):
+            first.setdefault(one.name, i)
+        if len(first) == len(given):
+            return self._call(lambda link: self._put(link, given))
+        puts = self._call(lambda link: self._put(link, [given[i] for i in first.values()]))
+        said = dict(zip(first, puts, strict=True))
+        again = {name: Put.THERE if put is Put.STORED else put for name, put in said.items()}
+        return [said[one.name] if first[one.name] == i else again[one.name] for i, one in enumerate(given)]
+
+    def _put(self, link: HostLink, given: Sequence[arguments.Named]) -> list[Put]:
+        arguments.require_room(given, link.region_sizes)
 
         def made() -> Iterator[Item]:
             nonce, headers = secrets.randbits(8 * NONCE_BYTES - 64) << 64, dict[Shape, bytes]()
-            for i, (key, value) in enumerate(items):
-                yield ValueItem(self.key(key), value, nonce + i, headers)
+            for i, (name, value, _) in enumerate(given):
+                yield ValueItem(self._key(name), value, nonce + i, headers)
 
-        return self._call(lambda link: Putting(link).run(made()))
+        return Putting(link).run(made())
 
     def get(self, key: Key, into: Any = None) -> Any:
         """The value, or None where it is not here (or was damaged: then it is gone).
 
         A buffer comes back as a bytearray, arrays and tensors as such. With ``into``, a writable buffer or a list of them
-        of the value's size, the bytes are copied there and the answer is ``into``.
+        of the value's size, the bytes are copied there and the answer is ``into``. An array or tensor that does not have the
+        value's dtype and shape is refused, unless it is uint8 of one dimension: plain bytes.
         """
         return self.get_many([key], None if into is None else [into])[0]
 
     def get_many(self, keys: Sequence[Key], into: Sequence[Any] | None = None) -> list[Any]:
         """``get`` for each key, in batches."""
-        if into is not None and len(into) != len(keys):
-            raise InvalidRequest(f"into: {len(into)} targets for {len(keys)} keys", param="into")
-        return self._call(lambda link: get_values(link, [self.key(key) for key in keys], into, self._fetch_ms))
+        names = arguments.user_keys(keys)
+        targets = None
+        if into is not None:
+            targets = [values.target(one) for one in arguments.listed(into, "into", "get_many(keys, [buffer, ...])")]
+            if len(targets) != len(names):
+                raise InvalidRequest(f"into: {len(targets)} targets for {len(names)} keys; give one for each", param="into")
+        return self._call(lambda link: get_values(link, [self._key(name) for name in names], targets, self._fetch_ms))
 
     def exists(self, key: Key) -> bool:
         return self.exists_many([key])[0]
 
     def exists_many(self, keys: Sequence[Key]) -> list[bool]:
         """In any order; pins nothing, so a later get may still miss."""
-        return self._call(lambda link: self._exists(link, [self.key(key) for key in keys]))
+        names = arguments.user_keys(keys)
+        return self._call(lambda link: self._exists(link, [self._key(name) for name in names]))
 
     def remove(self, *keys: Key) -> int:
         """How many values were here and are no longer. What somebody is just reading stays."""
-        return self._call(lambda link: self._remove(link, [self.key(key) for key in keys], whole=True))
+        names = arguments.user_keys(keys)
+        return self._call(lambda link: self._remove(link, [self._key(name) for name in names], whole=True))
 
     # Blocks of KV by block key.
 
@@ -123,32 +148,39 @@ class SyncStoreClient:
         self, layout: KVLayout, blocks: Sequence[tuple[bytes, NDArray[np.uint8]]], parent: bytes | None = None
     ) -> list[Put]:
         """Whole [block_bytes] blocks that follow one another; ``parent`` is the block before the first (None: none is)."""
+        of = arguments.layout(layout)
+        before = None if parent is None else arguments.block_key(parent, "parent")
+        each = arguments.blocks(of, blocks)
 
-        checked = [(_checked(key), _block(layout, block)) for key, block in blocks]
+        def run(link: HostLink) -> list[Put]:
+            arguments.require_room_for_blocks(of, len(each), link.region_sizes)
+            number = self._layout(link, of)
+            first = Link.NONE if before is None else Link.PARENT
+            made = (BlockItem(of, number, key, block, Link.BEFORE if i else first) for i, (key, block) in enumerate(each))
+            return Putting(link, before).run(made)
 
-        def made(number: int) -> Iterator[Item]:
-            for i, (key, block) in enumerate(checked):
-                yield BlockItem(layout, number, key, block, Link.BEFORE if i else Link.PARENT if parent else Link.NONE)
-
-        return self._call(lambda link: Putting(link, parent).run(made(self._layout(link, layout))))
+        return self._call(run)
 
     def get_blocks(self, layout: KVLayout, keys: Sequence[bytes], into: Sequence[NDArray[np.uint8]]) -> int:
         """Copies the leading blocks that are here into ``into`` ([block_bytes] each), verified. Returns how many."""
-        targets = [_block(layout, one) for one in into]
-        if len(targets) != len(keys):
-            raise InvalidRequest(f"into: {len(targets)} targets for {len(keys)} keys", param="into")
-        return self._call(lambda link: get_blocks(link, layout, self._layout(link, layout), keys, targets))
+        of, wanted = arguments.layout(layout), arguments.block_keys(keys)
+        targets = arguments.block_targets(of, into)
+        if len(targets) != len(wanted):
+            raise InvalidRequest(f"into: {len(targets)} targets for {len(wanted)} keys; give one for each", param="into")
+        return self._call(lambda link: get_blocks(link, of, self._layout(link, of), wanted, targets))
 
     def exists_blocks(self, keys: Sequence[bytes]) -> list[bool]:
         """For each block key; also for a block whose predecessors are not asked for."""
-        return self._call(lambda link: self._exists(link, [_checked(key) for key in keys]))
+        wanted = arguments.block_keys(keys)
+        return self._call(lambda link: self._exists(link, wanted))
 
     def lookup_blocks(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks are here."""
+        wanted = arguments.block_keys(keys)
 
         def run(link: HostLink) -> int:
             found = 0
-            for part in in_frames(keys):
+            for part in in_frames(wanted):
                 _, frame = link.ask(frames.encode_keys(Kind.LOOKUP, link.number(), part))
                 found += (here := frames.decode_count(frame))
                 if here < len(part):
@@ -159,7 +191,8 @@ class SyncStoreClient:
 
     def remove_blocks(self, keys: Sequence[bytes]) -> int:
         """Blocks, and all that follow them."""
-        return self._call(lambda link: self._remove(link, keys, whole=False))
+        wanted = arguments.block_keys(keys)
+        return self._call(lambda link: self._remove(link, wanted, whole=False))
 
     # How calls are made.
 
@@ -180,9 +213,12 @@ class SyncStoreClient:
 
     def key(self, key: Key) -> bytes:
         """The 16-byte block key that ``key`` has in this namespace."""
+        return self._key(arguments.user_key(key))
+
+    def _key(self, name: bytes) -> bytes:
         if self._names is None:
             raise PeerSilent("the client has not been connected")
-        return self._names.key(key.encode() if isinstance(key, str) else key)
+        return self._names.key(name)
 
     def _layout(self, link: HostLink, layout: KVLayout) -> int:
         """The node's number of ``layout``. LayoutMismatch where its model is known there with another one."""
@@ -208,17 +244,3 @@ class SyncStoreClient:
             _, frame = link.ask(frames.encode_keys(Kind.REMOVE, link.number(), part, word=int(whole)))
             removed += frames.decode_count(frame)
         return removed
-
-
-def _checked(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise InvalidRequest(f"keys: a block key has {KEY_BYTES} bytes, this one {len(key)}", param="keys")
-    return key
-
-
-def _block(layout: KVLayout, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    if block.dtype != np.uint8 or block.shape != (layout.block_bytes,):
-        raise InvalidRequest(
-            f"blocks: {block.dtype} of shape {block.shape} where uint8 [{layout.block_bytes}] is a block", param="blocks"
-        )
-    return block

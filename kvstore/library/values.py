@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,35 +37,85 @@ def _as_bytes(buffer: Any) -> memoryview | None:
     return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else None
 
 
-def _flat(buffer: Any, param: str) -> memoryview:
-    """[n] bytes, the same memory where it is contiguous."""
+def _view(buffer: Any, param: str) -> memoryview:
     try:
-        view = memoryview(buffer)
-    except (TypeError, ValueError) as e:
+        return memoryview(buffer)
+    except (TypeError, ValueError, BufferError) as e:
         raise InvalidRequest(
             f"{param}: {type(buffer).__name__} is no buffer; give bytes, a numpy array, a torch tensor, or a list of buffers",
             param=param,
         ) from e
+
+
+def _flat(buffer: Any, param: str) -> memoryview:
+    """[n] bytes, the same memory where it is contiguous."""
+    view = _view(buffer, param)
     if not view.nbytes:
         return memoryview(b"")
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def _of_array(array: np.ndarray[Any, Any], param: str) -> memoryview:
-    """[n] bytes, the same memory where it is contiguous."""
+def _require_plain_array(array: np.ndarray[Any, Any], param: str) -> None:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise InvalidRequest(
+            f"{param}: a masked array is values and a mask; give array.filled(...), or .data and .mask each by itself",
+            param=param,
+        )
     if array.dtype.hasobject or array.dtype.names is not None:
         raise InvalidRequest(f"{param}: dtype {array.dtype} has no plain bytes; give numbers", param=param)
+
+
+def _require_plain_tensor(tensor: Any, param: str) -> None:
+    """Only dense tensors whose memory is their value can be recorded."""
+    torch = sys.modules["torch"]
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        what = f"its layout is {'nested' if tensor.is_nested else tensor.layout}; give tensor.to_dense(), or its parts"
+    elif tensor.is_quantized:
+        what = "it is quantized; give tensor.int_repr(), and scale and zero point by themselves"
+    elif tensor.device.type == "meta":
+        what = "it is on the meta device and has no bytes; give one with memory"
+    elif tensor.is_conj() or tensor.is_neg():
+        what = "it is a conjugate or negative view; give tensor.resolve_conj().resolve_neg()"
+    else:
+        return
+    raise InvalidRequest(f"{param}: this tensor cannot be used: {what}", param=param)
+
+
+def _of_array(array: np.ndarray[Any, Any], param: str) -> memoryview:
+    """[n] bytes, the same memory where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _of_tensor(tensor: Any, param: str) -> memoryview:
     """The tensor's own memory where it is contiguous and on the host."""
     torch = sys.modules["torch"]
-    return _flat(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), param)
+    try:
+        return _flat(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), param)
+    except (RuntimeError, TypeError, NotImplementedError) as e:
+        raise InvalidRequest(f"{param}: a {tensor.dtype} tensor on {tensor.device} has no plain bytes: {e}", param=param) from e
+
+
+def size_of(value: Any) -> int:
+    """Bytes of ``value`` as it will be stored. InvalidRequest where it is none of what can be stored. Copies nothing."""
+    if isinstance(value, list | tuple):
+        return sum(map(_size_of_one, value))
+    return _size_of_one(value)
+
+
+def _size_of_one(value: Any) -> int:
+    if isinstance(value, bytes | bytearray):
+        return len(value)
+    if isinstance(value, np.ndarray):
+        _require_plain_array(value, "value")
+        return value.nbytes
+    if _is_tensor(value):
+        _require_plain_tensor(value, "value")
+        return int(value.nbytes)
+    return _view(value, "value").nbytes
 
 
 def to_parts(value: Any) -> tuple[Shape, list[memoryview]]:
-    """How ``value`` is recorded, and its bytes. InvalidRequest where it is none of what can be stored."""
+    """How ``value``, which has a ``size_of``, is recorded, and its bytes. InvalidRequest where it has none that are plain."""
     if isinstance(value, np.ndarray):
         part = view_of(value, "value")
         return Shape(Kind.ARRAY, len(part), value.dtype.str, value.shape), [part]
@@ -92,16 +142,59 @@ def view_of(value: Any, param: str) -> memoryview:
     return _of_tensor(value, param) if _is_tensor(value) else _flat(value, param)
 
 
-def targets(into: Any) -> list[memoryview]:
-    """Writable views of the buffer, or the list of buffers, that a value is to be copied into."""
+class Target(NamedTuple):
+    """What a value is to be copied into: the caller's ``into``, and writable views of its memory.
+
+    ``dtype`` and ``shape`` are those of an array or a tensor; plain bytes (uint8 of one dimension too) and lists have none.
+    """
+
+    into: Any
+    views: list[memoryview]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+    def refuses(self, shape: Shape) -> str:
+        """Why a value of this shape cannot be copied here; empty: it can."""
+        size = sum(map(len, self.views))
+        if size != shape.size:
+            return f"into: {size} bytes for a value of {shape.size}; give as many"
+        if self.dtype and shape.kind != Kind.BUFFER and (self.dtype, self.shape) != (_known(shape.dtype), shape.shape):
+            return (
+                f"into: {self.dtype} of shape {self.shape} where the value is {_known(shape.dtype)} of shape {shape.shape}; "
+                "give such a one, or plain bytes"
+            )
+        return ""
+
+
+def _known(dtype: str) -> str:
+    """One name for what numpy and torch both have."""
+    try:
+        return np.dtype(dtype).str
+    except (TypeError, ValueError, SyntaxError):
+        return dtype
+
+
+def target(into: Any) -> Target:
+    """InvalidRequest where ``into`` is no buffer, nor a list of them, that can be written."""
     if isinstance(into, list | tuple):
-        return [view for one in into if len(view := _target(one))]
+        return Target(into, [view for one in into if len(view := _target(one))])
     view = _target(into)
-    return [view] if len(view) else []
+    views = [view] if len(view) else []
+    if isinstance(into, np.ndarray):
+        dtype, shape = into.dtype.str, into.shape
+    elif _is_tensor(into):
+        dtype, shape = _known(str(into.dtype).removeprefix("torch.")), tuple(into.shape)
+    else:
+        return Target(into, views)
+    return Target(into, views) if dtype == "|u1" and len(shape) == 1 else Target(into, views, dtype, shape)
 
 
 def _target(one: Any) -> memoryview:
     """[n] bytes of ``one``'s own memory. InvalidRequest where these would be a copy, or cannot be written."""
+    if isinstance(one, np.ndarray):
+        _require_plain_array(one, "into")
+    elif _is_tensor(one):
+        _require_plain_tensor(one, "into")
     plain = _as_bytes(one)
     if plain is not None and not plain.readonly:
         return plain

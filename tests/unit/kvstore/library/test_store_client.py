@@ -157,11 +157,38 @@ async def test_what_is_found_is_there_whole_while_others_are_evicted(tmp_path: P
         assert node.pool.numbers()["evicted"] > 0
 
 
-async def test_a_value_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_what_can_never_fit_is_refused_with_both_sizes_before_anything_is_evicted(tmp_path: Path) -> None:
     async with joined(tmp_path, pool_bytes=8 * MIB) as (node, client):
-        assert await client.put("big", bytes_of(9 * CHUNK)) is Put.NO_ROOM
-        assert node.pool.numbers()["reservations"] == 0
         assert await client.put("small", bytes_of(2 * CHUNK)) is Put.STORED
+        size = 9 * CHUNK
+        with pytest.raises(InvalidRequest, match=rf"value: {size} bytes .*'big'.* pool, which has {node.slots.total_bytes} "):
+            await client.put("big", bytes_of(size))
+        many = [(f"v{i}", bytes_of(CHUNK // 2)) for i in range(20)]
+        with pytest.raises(InvalidRequest, match=rf"items: 20 values .* {node.slots.total_bytes} in all; put fewer"):
+            await client.put_many(many)
+        count = node.slots.total_bytes // LAYOUT.slot_bytes + 1
+        blocks = [(key, np.zeros(LAYOUT.block_bytes, np.uint8)) for key in block_keys("k", count)]
+        with pytest.raises(InvalidRequest, match=f"blocks: {count} take"):
+            await client.put_blocks(LAYOUT, blocks)
+        assert await client.get("small") == bytes_of(2 * CHUNK)
+        assert (node.pool.numbers().get("evicted", 0), node.pool.numbers()["reservations"]) == (0, 0)
+
+
+async def test_a_value_above_its_tenants_quota_has_no_room_and_nothing_goes_for_it(tmp_path: Path) -> None:
+    async with node_at(tmp_path, quotas={"t": 4 * MIB}) as node, await StoreClient.connect(tmp_path, tenant="t") as client:
+        assert await client.put("small", bytes_of(CHUNK)) is Put.STORED
+        assert await client.put("big", bytes_of(6 * CHUNK)) is Put.NO_ROOM
+        assert await client.exists("small")
+        assert node.pool.numbers().get("evicted", 0) == 0
+
+
+async def test_of_values_with_one_key_in_a_call_the_first_counts(tmp_path: Path) -> None:
+    async with joined(tmp_path, pool_bytes=8 * MIB) as (_, client):
+        items = [("a", b"1"), ("b", b"2"), (b"a", b"3"), *[(f"c{i}", b"4") for i in range(20)], ("a", b"5")]
+        puts = await client.put_many(items)
+        assert [i for i, put in enumerate(puts) if put is not Put.STORED] == [2, 23]
+        assert {puts[2], puts[23]} == {Put.THERE}
+        assert await client.get("a") == b"1"
 
 
 async def test_namespaces_and_tenants_do_not_see_each_other(tmp_path: Path) -> None:
@@ -212,12 +239,46 @@ async def test_into_of_another_size_is_refused_and_the_client_goes_on(tmp_path: 
         assert node.pool.numbers()["pins"] == 0
 
 
-async def test_what_has_no_plain_bytes_is_refused_and_what_came_before_it_is_stored(tmp_path: Path) -> None:
+async def test_a_value_that_cannot_be_stored_is_named_by_its_key_and_none_of_its_call_is_stored(tmp_path: Path) -> None:
     async with joined(tmp_path) as (_, client):
-        for i, value in enumerate(("text", 7, None, np.array([{}], dtype=object), [b"x", 3])):
-            with pytest.raises(InvalidRequest, match="value"):
-                await client.put_many([(f"good{i}", b"x"), ("bad", value)])
-            assert await client.exists_many([f"good{i}", "bad"]) == [True, False]
+        for value in ("text", 7, None, np.array([{}], dtype=object), [b"x", 3]):
+            with pytest.raises(InvalidRequest, match=r"value: .*\(key 'bad'\)"):
+                await client.put_many([("good", b"x"), ("bad", value)])
+        assert await client.exists_many(["good", "bad"]) == [False, False]
+
+
+async def test_memory_of_another_dtype_or_shape_is_refused_as_a_target_and_plain_bytes_are_not(tmp_path: Path) -> None:
+    import torch
+
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    async with joined(tmp_path) as (node, client):
+        await client.put_many([("a", array), ("t", torch.from_numpy(array)), ("b", array.tobytes())])
+        for into in (np.zeros(12, np.float32), np.zeros((3, 4), np.int32), torch.zeros(4, 3), np.zeros((3, 16), np.uint8)):
+            for key in "at":
+                with pytest.raises(InvalidRequest, match=r"into: .* where the value is <f4 of shape \(3, 4\)"):
+                    await client.get(key, into=into)
+            assert await client.get("b", into=into) is into  # plain bytes contradict nothing
+        for into in (np.zeros((3, 4), np.float32), torch.zeros(3, 4), np.zeros(48, np.uint8), bytearray(48), [bytearray(48)]):
+            for key in "atb":
+                assert await client.get(key, into=into) is into
+                mine = into[0] if isinstance(into, list) else into
+                assert bytes(memoryview(mine.numpy() if isinstance(mine, torch.Tensor) else mine)) == array.tobytes()
+        assert node.pool.numbers()["pins"] == 0
+        assert node.numbers()["sessions"] == 1
+
+
+async def test_a_target_of_the_wrong_size_among_many_costs_no_connection(tmp_path: Path) -> None:
+    names = [f"v{i}" for i in range(600)]
+    async with joined(tmp_path) as (node, client):
+        await client.put_many([(name, b"12345") for name in names])
+        link = client._client._link
+        into = [bytearray(5) for _ in names]
+        into[1] = bytearray(4)
+        with pytest.raises(InvalidRequest, match="into: 4 bytes for a value of 5"):
+            await client.get_many(names, into)
+        assert await client.get("v0") == b"12345"
+        assert client._client._link is link
+        assert node.pool.numbers()["pins"] == 0
 
 
 async def test_blocks_of_kv_are_stored_and_read_by_their_keys(tmp_path: Path) -> None:
