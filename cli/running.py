@@ -53,12 +53,27 @@ class Running:
 
         name = self.config.cluster.name
         if self.state is None:
+            if alone := _alone(self.state_dir.path):
+                raise ConfigError(
+                    f"cluster.name: {name!r} is one store node by itself (`moonpool store serve`, process {alone}): it has no "
+                    "registry and no gateway, and answers users of the library only (docs/library.md); for the other verbs "
+                    "start a cluster with `moonpool up`, or name one with --name",
+                    param="cluster.name",
+                )
             raise ConfigError(
                 f"cluster.name: {name!r} is not running here ({self.state_dir.path}); start it with {verb('up', name)}, "
                 "or name another one with --name",
                 param="cluster.name",
             )
         return self.state
+
+
+def _alone(folder: Path) -> int:
+    """The process of a store node by itself that uses the state folder; 0: none does."""
+    from moonpool.cluster.alone import NODE
+    from moonpool.kvstore.node_lock import holder
+
+    return holder(folder, NODE)
 
 
 def _gateway_url(registry: str) -> str:

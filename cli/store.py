@@ -21,6 +21,8 @@ from moonpool.cli.store_options import Chat, Codec, DryRun, Keys, Nodes, Prompt,
 
 store = typer.Typer(help="Look into the pooled store, and change what it holds.", no_args_is_help=True)
 
+POOL = "Memory of the pool, e.g. 1GiB, all of it taken at the start. 0, or not given: half of what is free."
+
 store.command("copy")(store_moves.copy)
 store.command("move")(store_moves.move)
 store.command("drain")(store_moves.drain)
@@ -28,11 +30,14 @@ store.command("drain")(store_moves.drain)
 
 @store.command("serve")
 def serve(
-    pool: Annotated[str | None, typer.Option("--pool", metavar="SIZE", help="Memory of the pool, e.g. 1GiB.")] = None,
+    pool: Annotated[str | None, typer.Option("--pool", metavar="SIZE", help=POOL)] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """A store node by itself in the foreground, for users of the library on this host; no cluster, no model."""
+    """A store node by itself in the foreground, for users of the library on this host; no cluster, no model.
+
+    One at a time in a state folder (cluster.state_dir). The other verbs of `moonpool store` are about clusters.
+    """
     import sys
 
     from moonpool.cli.options import read_config

@@ -76,7 +76,7 @@ def require_room(cap: int, layouts: Sequence[KVLayout]) -> None:
         if not capacity(segment_size(cap), layout):
             least = SEGMENTS * (HEADER_BYTES + extent_bytes(layout))
             raise ConfigError(
-                f"store.ssd_bytes: {cap} bytes make segments of {segment_size(cap)}, smaller than one block of this model "
+                f"store.ssd_bytes: {cap} bytes make segments of {segment_size(cap)}, smaller than one block "
                 f"({extent_bytes(layout)} bytes); use {least} or more, or leave store.ssd_path empty",
                 param="store.ssd_bytes",
             )

@@ -100,11 +100,15 @@ async def test_a_writer_that_only_lost_its_connection_keeps_its_room_until_it_is
         await until(lambda: node.numbers()["pidfds"] == 1, "only we are watched")
 
 
+def verb(folder: Path, *words: str) -> list[str]:
+    settings = ["--set", f"cluster.state_dir={folder}", "--set", f"cluster.key_file={folder / 'hash.key'}"]
+    return [sys.executable, "-m", "moonpool.cli.main", "store", *words, *settings]
+
+
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """``moonpool store serve``; gives its socket."""
-    settings = ["--set", f"cluster.state_dir={folder}", "--set", f"cluster.key_file={folder / 'hash.key'}"]
-    command = [sys.executable, "-m", "moonpool.cli.main", "store", "serve", "--pool", "64MiB", *settings]
+    command = verb(folder, "serve", "--pool", "64MiB")
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT) as node:
         assert node.stderr is not None
         try:
@@ -124,3 +128,20 @@ def test_the_example_runs_against_a_node_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "from another process: stored, found, equal" in done.stdout
     assert not list(tmp_path.glob("*.sock"))
+
+
+def test_a_second_node_by_itself_is_refused_and_other_verbs_say_what_the_first_one_is(tmp_path: Path) -> None:
+    with serving(tmp_path) as path, StoreClient.connect_sync(tmp_path) as client:
+        assert client.put("v", b"x") is Put.STORED
+        for words, said in (
+            (("serve", "--pool", "64MiB"), "is the store node 'local'"),
+            (("stats",), "users of the library only"),
+        ):
+            done = subprocess.run(
+                verb(tmp_path, *words), capture_output=True, text=True, check=False, env=ENVIRONMENT, cwd=ROOT, timeout=60
+            )
+            assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+            assert re.search(r"process \d+", done.stderr)
+        assert Path(path).is_socket()
+        with StoreClient.connect_sync(path) as another:
+            assert another.get("v") == b"x"
