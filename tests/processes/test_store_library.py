@@ -145,3 +145,17 @@ def test_a_second_node_by_itself_is_refused_and_other_verbs_say_what_the_first_o
         assert Path(path).is_socket()
         with StoreClient.connect_sync(path) as another:
             assert another.get("v") == b"x"
+
+
+def test_what_the_documentation_shows_runs_as_it_stands(tmp_path: Path) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+    said = ["[[ 0.  1.  2.  3.]", "bytearray(b'two')", "3 blocks, 3 are here"]
+    folder = tmp_path / ".cache/moonpool/clusters/store"
+    folder.mkdir(parents=True, mode=0o700)
+    with serving(folder):
+        for snippet, words in zip(snippets, said, strict=True):
+            command = [sys.executable, "-c", snippet]
+            home = ENVIRONMENT | {"HOME": str(tmp_path)}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=home, cwd=ROOT, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert words in done.stdout
