@@ -91,8 +91,6 @@ def pairs(given: object, param: str, example: str) -> list[tuple[Any, Any]]:
 
 def named_values(items: object) -> list[Named]:
     """All of ``items``, or InvalidRequest for the first that cannot be stored, which names its key."""
-    if isinstance(items, dict):
-        items = items.items()
     out = []
     for key, value in pairs(items, "items", 'put_many([("a", b"1"), ("b", b"2")])'):
         named = user_key(key)
