@@ -5,6 +5,7 @@ Blocking; one thread at a time. The connection is the session: when it ends, so 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -19,6 +20,8 @@ from moonpool.wire.host_frames import Head, Hello, Kind
 
 CALL_S = 10  # an answer that takes longer means a frozen node
 SOCKET_SUFFIX = ".store.sock"
+AGENT_SUFFIX = ".agent.sock"
+UNFIT = (errno.EPROTOTYPE, errno.EACCES, None)  # another kind of socket, another user's, a path too long for one
 
 
 def find_socket(path: str | os.PathLike[str]) -> Path:
@@ -32,6 +35,8 @@ def find_socket(path: str | os.PathLike[str]) -> Path:
             raise ValueError("it is empty")
         mode = here.stat().st_mode
         if stat.S_ISSOCK(mode):
+            if here.name.endswith(AGENT_SUFFIX):
+                raise ValueError("it is the socket of the host's agent")
             return here.resolve()  # it may be a link in a folder whose name is too long for a socket
         if not stat.S_ISDIR(mode):
             raise ValueError("it is neither a socket nor a folder")
@@ -70,7 +75,7 @@ class HostLink:
 
     @classmethod
     def open(cls, path: Path, client: int, tenant: str) -> HostLink:
-        """Connects, says hello and maps the regions. PeerSilent where nobody listens or answers."""
+        """Connects, says hello and maps the regions. PeerSilent where nobody listens or answers; ConfigError: it never will."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         link = cls(path, connection)
         try:
@@ -88,6 +93,11 @@ class HostLink:
             link.region_sizes = [len(one) for one in link.regions.values()]
         except OSError as e:
             link.close()
+            if e.errno in UNFIT:
+                raise ConfigError(
+                    f"path: {path}: {e.strerror or e}; give the socket that `moonpool store serve` prints, or its state folder",
+                    param="path",
+                ) from e
             raise PeerSilent(f"no store node answers at {path}: {e.strerror or e}", peer=str(path)) from e
         except BaseException:
             link.close()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.core.errors import InvalidRequest
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import DEFAULT_TENANT
 from moonpool.kvstore.library.items import Put
@@ -108,7 +109,10 @@ class StoreClient:
         return await self._run(partial(self._client.remove_blocks, keys))
 
     async def _run(self, call: Callable[[], T]) -> T:
-        running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RuntimeError as e:  # its thread was shut down
+            raise InvalidRequest("client: it was closed; connect another one", param="client") from e
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from support.store import LAYOUT, Roll, block_bytes, config, member
 
 from moonpool.core.config import MIB
-from moonpool.core.errors import ConfigError, InvalidRequest
+from moonpool.core.errors import ConfigError, InvalidRequest, PeerSilent
 from moonpool.core.ids import Role
 from moonpool.kvstore import Put, StoreClient, SyncStoreClient
 from moonpool.kvstore.library import arguments, values
@@ -115,6 +116,22 @@ def test_a_wrong_path_is_named_with_what_to_give(tmp_path: Path, monkeypatch: py
             StoreClient.connect_sync(path)
     with pytest.raises(ConfigError, match=f"path: {tmp_path} has no"):
         StoreClient.connect_sync("~")
+
+
+def test_a_socket_of_another_kind_is_a_wrong_path_and_one_without_a_listener_is_not(tmp_path: Path) -> None:
+    def bound(name: str, kind: socket.SocketKind) -> Path:
+        with socket.socket(socket.AF_UNIX, kind) as one:
+            one.bind(str(tmp_path / name))
+            one.listen()
+            if name != "left.sock":
+                with pytest.raises(ConfigError, match=r"path: .*moonpool store serve"):
+                    StoreClient.connect_sync(tmp_path / name)
+        return tmp_path / name
+
+    bound("stream.sock", socket.SOCK_STREAM)
+    bound("a.agent.sock", socket.SOCK_SEQPACKET)
+    with pytest.raises(PeerSilent, match="no store node answers"):
+        StoreClient.connect_sync(bound("left.sock", socket.SOCK_SEQPACKET))
 
 
 def test_a_value_above_the_largest_is_refused_before_it_is_read() -> None:

@@ -347,7 +347,7 @@ async def test_after_the_node_came_back_the_next_call_connects_anew(tmp_path: Pa
         assert await client.get("v") is None
         assert await client.put("v", b"2") is Put.STORED
         await client.close()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(InvalidRequest, match="client: it was closed"):
             await client.get("v")
 
 
