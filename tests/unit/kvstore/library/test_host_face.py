@@ -312,3 +312,15 @@ def test_items_of_a_frame_are_reserved_in_runs_that_hang_together() -> None:
         assert list(host_calls._runs([Wanted(bytes(16), 0, link) for link in links])) == runs
     other_sizes = [Wanted(bytes(16), size, none) for size in (0, 0, 1, 1, 0)]
     assert list(host_calls._runs(other_sizes)) == [(0, 2, none), (2, 4, none), (4, 5, none)]
+
+
+async def test_tied_blocks_that_could_never_fit_evict_nothing(tmp_path: Path) -> None:
+    async with started(tmp_path) as node, linked(node) as link:
+        with await asyncio.to_thread(SyncStoreClient.connect, tmp_path) as client:
+            values = [(f"v{i}", bytes(1 << 20)) for i in range(10)]
+            assert set(await asyncio.to_thread(client.put_many, values)) == {Put.STORED}
+        links = [Link.NONE, *[Link.TIED] * 16]
+        wanted = [Wanted(i.to_bytes(16, "big"), 8, link) for i, link in enumerate(links)]
+        head, frame = await asyncio.to_thread(link.ask, frames.encode_reserve(link.number(), None, wanted))
+        assert {frames.STATES[one.state] for one in frames.decode_granted(frame, head.items)} == {"full"}
+        assert len(node.pool.held.index) == 10
