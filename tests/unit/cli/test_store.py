@@ -270,9 +270,10 @@ def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Pat
             other = block_keys("n", 1)
             shell.publish("a", other)
             assert watching.stdout.readline().split() == ["a", "stored", "g2", "1", "block", other[0].hex()]
-        finally:
             watching.send_signal(signal.SIGINT)
-        assert watching.wait(10) == 0
+            assert watching.wait(10) == 0
+        finally:
+            watching.kill()
 
 
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
