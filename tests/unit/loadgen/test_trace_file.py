@@ -116,7 +116,11 @@ def test_another_block_size_is_hinted_at(tmp_path: Path) -> None:
     assert len(read_trace(written(tmp_path, row(0, 300, 1, [1, 2, 3, 4, 5])), block_tokens=64).rows) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\x1f\x8bnot gzip at all", gzip.compress(row().encode())[:-12]])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b"\x1f\x8bnot gzip at all", gzip.compress(row().encode(), mtime=0)[:-12]],
+    ids=["empty", "blank lines", "no gzip", "cut short"],
+)
 def test_an_empty_or_broken_file_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match="trace"):
         read_trace(written(tmp_path, content))
