@@ -258,6 +258,7 @@ def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Pat
     shell.publish("a", KEYS[:2])
     env = {**os.environ, "HOME": str(tmp_path), "MOONPOOL_CLUSTER_REGISTRY": shell.cluster.registry}
     command = [sys.executable, "-m", "moonpool.cli.main", "store", "watch", "--node", "a"]
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would a child
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as watching:
         try:
             assert watching.stdout is not None
@@ -273,6 +274,7 @@ def test_watch_prints_events_until_it_is_interrupted(shell: Shell, tmp_path: Pat
             watching.send_signal(signal.SIGINT)
             assert watching.wait(10) == 0
         finally:
+            signal.signal(signal.SIGINT, ours)
             watching.kill()
 
 
