@@ -53,3 +53,9 @@ class EventLog:
         if self._open:
             raise Bug("a snapshot was asked for while events wait to be taken")
         return IndexSnapshot(self._holder, self._incarnation, self.head, tuple((tier, tuple(keys)) for tier, keys in tiers))
+
+
+def sealed_in_dram(batches: Iterable[EventBatch]) -> list[bytes]:
+    """The blocks that tiers below DRAM may have to be given."""
+    events = [event for batch in batches for event in batch.events]
+    return [key for e in events if e.tier is Tier.G2 and e.change is BlockChange.STORED for key in e.keys]

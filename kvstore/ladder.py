@@ -17,10 +17,12 @@ import structlog
 from numpy.typing import NDArray
 
 from moonpool.core.config import StoreConfig
-from moonpool.core.events import BlockChange, EventBatch, Tier
+from moonpool.core.events import EventBatch, Tier
 from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
+from moonpool.kvstore import slices
+from moonpool.kvstore.event_log import sealed_in_dram
 from moonpool.kvstore.eviction.sketch import FrequencySketch
 from moonpool.kvstore.ladder_claims import Demotion
 from moonpool.kvstore.pool import Pool
@@ -135,13 +137,9 @@ class Ladder:
 
     def heard(self, batches: Iterable[EventBatch]) -> None:
         """What was sealed in DRAM is to be written through, where the tier is configured so."""
-        if not self._through:
-            return
-        for batch in batches:
-            for event in batch.events:
-                if event.tier is Tier.G2 and event.change is BlockChange.STORED:
-                    self._sealed.extend(event.keys)
-                    self._wake.set()
+        if self._through and (keys := sealed_in_dram(batches)):
+            self._sealed.extend(keys)
+            self._wake.set()
 
     def pulse(self) -> None:
         """Something changed in the pool."""
@@ -220,7 +218,7 @@ class Ladder:
             self._tier.free(self._pool.evict_extents(short, self._clock()))
 
     def _view(self, slot: SlotRef, layout: KVLayout) -> NDArray[np.uint8]:
-        return self._views[slot.region][slot.offset : slot.offset + layout.slot_bytes]
+        return slices.slot_of(layout, self._views[slot.region], slot.offset)
 
     # What the tier tells.
 

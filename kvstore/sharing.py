@@ -15,11 +15,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from moonpool.core.events import BlockChange, EventBatch, Tier
+from moonpool.core.events import EventBatch
 from moonpool.core.landing import SlotRef
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
+from moonpool.kvstore import slices
 from moonpool.kvstore.claims import Life, Reserved
+from moonpool.kvstore.event_log import sealed_in_dram
 from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.rows import Entry
 from moonpool.kvstore.shared_tier.tier import SharedRead, SharedTier
@@ -68,11 +70,9 @@ class Sharing:
 
     def heard(self, batches: Iterable[EventBatch]) -> None:
         """Blocks that were sealed in DRAM are to be written."""
-        for batch in batches:
-            for event in batch.events:
-                if event.tier is Tier.G2 and event.change is BlockChange.STORED:
-                    self._sealed.extend(event.keys)
-                    self._wake.set()
+        if keys := sealed_in_dram(batches):
+            self._sealed.extend(keys)
+            self._wake.set()
 
     def cleared(self, blocks: Iterable[tuple[KVLayout, bytes]]) -> None:
         """These are to be found by nobody any more."""
@@ -143,7 +143,7 @@ class Sharing:
         return self._pool.lookup(keys) == len(keys)
 
     def _view(self, slot: SlotRef, layout: KVLayout) -> NDArray[np.uint8]:
-        return self._views[slot.region][slot.offset : slot.offset + layout.slot_bytes]
+        return slices.slot_of(layout, self._views[slot.region], slot.offset)
 
     def numbers(self) -> dict[str, float]:
         return self._tier.numbers() | {"shared_write_backlog": len(self._sealed)}

@@ -21,6 +21,11 @@ def slice_of(layout: KVLayout, region: Bytes, offset: int, layer: int) -> Bytes:
     return region[start : start + layout.slice_bytes]
 
 
+def slot_of(layout: KVLayout, region: Bytes, offset: int) -> Bytes:
+    """[slot_bytes] view of the slot, trailer included."""
+    return region[offset : offset + layout.slot_bytes]
+
+
 def trailer_of(layout: KVLayout, region: Bytes, offset: int) -> NDArray[np.uint64]:
     """[layers] view of the slot's digests."""
     start = offset + layout.block_bytes

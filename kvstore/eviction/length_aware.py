@@ -8,29 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moonpool.core.use import Use
-from moonpool.kvstore.eviction.ranking import Ranking
+from moonpool.kvstore.eviction.ranking import Ranked
 
 PLACE = 1 << 48  # a rank is uses * USE + (LAST - block number in the prompt) * PLACE + number of the last call
 LAST = (1 << 24) - 1
 USE = PLACE << 24
 
 
-class LengthAware:
+class LengthAware(Ranked):
     name = "length_aware"
-    wants_keys = False
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._ranking = Ranking()
-        self.offer = self._ranking.offer
-        self.withhold = self._ranking.withhold
-        self.removed = self._ranking.withhold
-
-    def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
-        pass
-
-    def ended(self, use: Use, output_tokens: int, now: float) -> None:
-        pass
 
     def stored(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         self._ranking.grow(max(rows, default=-1) + 1)
@@ -39,9 +25,6 @@ class LengthAware:
     def used(self, rows: Sequence[int], first: int, use: Use, now: float) -> None:
         rank = self._ranking.rank
         self._rank(rows, first, [rank[row] // USE + 1 for row in rows])
-
-    def choose(self, n: int, now: float) -> list[int]:
-        return self._ranking.take(n)
 
     def _rank(self, rows: Sequence[int], first: int, uses: Sequence[int]) -> None:
         self._calls += 1

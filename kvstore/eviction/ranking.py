@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from moonpool.core.use import Use
+
 NEVER = -1
 SPARE_ITEMS = 1024  # stale items allowed beyond twice the rows
 
@@ -71,3 +73,25 @@ class Ranking:
             self._candidate[row] = 0
             out.append(row)
         return out
+
+
+class Ranked:
+    """What policies share that give every row one rank and need no keys and no lengths of answers."""
+
+    wants_keys = False
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._ranking = Ranking()
+        self.offer = self._ranking.offer
+        self.withhold = self._ranking.withhold
+        self.removed = self._ranking.withhold
+
+    def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
+        pass
+
+    def ended(self, use: Use, output_tokens: int, now: float) -> None:
+        pass
+
+    def choose(self, n: int, now: float) -> list[int]:
+        return self._ranking.take(n)
