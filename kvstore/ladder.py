@@ -8,9 +8,8 @@ for room never waits for it: what is not on SSD by then is evicted as if there w
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 
 import numpy as np
 import structlog
@@ -172,8 +171,8 @@ class Ladder:
         keys = self._pool.held.index.keys_in(Tier.G2)
         for at in range(0, len(keys), BATCH):
             batch = self._pool.tiers.sealed(keys[at : at + BATCH])
-            room = {layout: self._tier.room(layout) for layout in {one.layout for one in batch}}
-            if self._clock() >= until or any(sum(d.layout == layout for d in batch) > n for layout, n in room.items()):
+            full = any(n > self._tier.room(layout) for layout, n in Counter(one.layout for one in batch).items())
+            if full or self._clock() >= until:
                 for demotion in batch:
                     self._pool.demoted(demotion.id, None, self._clock())
                 break
@@ -201,8 +200,8 @@ class Ladder:
         """Whether any of it is on SSD now."""
         extents: list[int | None] = [None] * len(batch)
         try:
-            for layout, group in groupby(batch, key=lambda one: one.layout):
-                self._make_room(layout, sum(1 for _ in group))
+            for layout, blocks in Counter(one.layout for one in batch).items():
+                self._make_room(layout, blocks)
             writes = [Write(d.key, d.parent, d.layout, d.use, self._view(d.slot, d.layout)) for d in batch]
             extents = await self._tier.write(writes)
         finally:
