@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,14 @@ def split_without_idle(split: Split) -> Split:
 
 async def test_a_lost_store_session_fails_landings_at_once_and_comes_back_by_itself(tmp_path: Path, tiny_model: Path) -> None:
     async with split_path(tmp_path, tiny_model, prefill_chunk=16) as split:
+        engine = split.prefill_engines[0]
+        forward = engine.forward
+
+        def slow(*args: Any, **hooks: Any) -> Any:
+            time.sleep(0.02)  # on the compute thread: most chunks are still to come when the session ends, on any machine
+            return forward(*args, **hooks)
+
+        engine.forward = slow  # type: ignore[method-assign]
         answers = [split.gateway.begin(split.asker.request(ids(150, i), max_tokens=50)) for i in range(3)]
         await answers[0].count(1)
         store = split.stores["a"]
