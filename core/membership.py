@@ -52,6 +52,7 @@ class LiveAttempt:
     prompt_tokens: int
     remaining_tokens: int  # prefill: tokens still to compute; decode and both: output tokens still possible
     prompt_left: int = 0  # role both: prompt tokens still to compute
+    output_tokens: int = 0  # decode and both: produced so far by this attempt and those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,16 @@ class StepTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkTiming:
+    """Measured: ``bytes`` of KV came from the store of ``source`` to ``target`` in ``seconds``, asking for it included."""
+
+    source: NodeId
+    target: NodeId
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """Sent to every conductor about four times a second and after each prefill.
 
@@ -95,6 +106,7 @@ class WorkerReport:
     prefills: tuple[PrefillTiming, ...] = ()
     steps: tuple[StepTiming, ...] = ()
     g1_frames: tuple[bytes, ...] = ()
+    links: tuple[LinkTiming, ...] = ()
 
 
 class Peers(Protocol):

@@ -34,6 +34,7 @@ class Segment:
     count: int
     source: Source
     node: NodeId | None = None
+    move: bool = False  # the source's copy is first to evict once fetched: a move, not a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ class PlaceRequest:
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
     exclude: tuple[MemberId, ...] = ()
+    priority: int = 0  # larger is more urgent
+    turn: int = 1  # of its session, from 1
+    kind: str = ""  # of traffic, as in ``core.use.Use``
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ class DecodeWorker:
         sequence, request = live.sequence, live.attempt.request
         left = 0 if sequence.remote or sequence.left == 1 else sequence.left
         possible = min(request.sampling.max_tokens, sequence.limit - len(request.prompt)) - live.position
-        return LiveAttempt(live.request, live.attempt.number, len(request.prompt), max(possible, 0), left)
+        return LiveAttempt(live.request, live.attempt.number, len(request.prompt), max(possible, 0), left, live.position)
 
     async def clear_device_pages(self) -> int:
         """Forget cached pages that nobody uses; returns how many."""

@@ -76,6 +76,7 @@ class Ledger:
             targets=request.targets if self.number == 1 else Targets(),
             tenant=request.tenant,
             exclude=tuple(dict.fromkeys(e.peer for e in self._excluded if self._same_life(e))),
+            turn=request.turn,
         )
 
     def _same_life(self, e: _Excluded) -> bool:

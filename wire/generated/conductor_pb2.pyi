@@ -31,11 +31,17 @@ class PlaceRequest(message.Message):
     TARGETS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     EXCLUDE_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    TURN_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
     max_tokens: builtins.int
     tenant: builtins.str
+    priority: builtins.int
+    turn: builtins.int
+    kind: builtins.str
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -53,10 +59,13 @@ class PlaceRequest(message.Message):
         targets: types_pb2.Targets | None = ...,
         tenant: builtins.str = ...,
         exclude: abc.Iterable[builtins.str] | None = ...,
+        priority: builtins.int = ...,
+        turn: builtins.int = ...,
+        kind: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "exclude", b"exclude", "keys", b"keys", "max_tokens", b"max_tokens", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "exclude", b"exclude", "keys", b"keys", "kind", b"kind", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

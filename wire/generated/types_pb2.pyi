@@ -331,10 +331,12 @@ class Segment(message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
     first: builtins.int
     count: builtins.int
     source: builtins.str
     node: builtins.str
+    move: builtins.bool
     def __init__(
         self,
         *,
@@ -342,10 +344,11 @@ class Segment(message.Message):
         count: builtins.int = ...,
         source: builtins.str = ...,
         node: builtins.str = ...,
+        move: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["count", b"count", "first", b"first", "node", b"node", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["count", b"count", "first", b"first", "move", b"move", "node", b"node", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -688,11 +691,13 @@ class LiveAttempt(message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     REMAINING_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_LEFT_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
     remaining_tokens: builtins.int
     prompt_left: builtins.int
+    output_tokens: builtins.int
     def __init__(
         self,
         *,
@@ -701,10 +706,11 @@ class LiveAttempt(message.Message):
         prompt_tokens: builtins.int = ...,
         remaining_tokens: builtins.int = ...,
         prompt_left: builtins.int = ...,
+        output_tokens: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "prompt_left", b"prompt_left", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "output_tokens", b"output_tokens", "prompt_left", b"prompt_left", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -761,6 +767,32 @@ class StepTiming(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class LinkTiming(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    target: builtins.str
+    bytes: builtins.int
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        source: builtins.str = ...,
+        target: builtins.str = ...,
+        bytes: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["bytes", b"bytes", "seconds", b"seconds", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class WorkerReport(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
@@ -772,6 +804,7 @@ class WorkerReport(message.Message):
     PREFILLS_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     G1_FRAMES_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     worker: builtins.str
     incarnation: builtins.int
     free_pages: builtins.int
@@ -784,6 +817,8 @@ class WorkerReport(message.Message):
     def steps(self) -> containers.RepeatedCompositeFieldContainer[StepTiming]: ...
     @builtins.property
     def g1_frames(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @builtins.property
+    def links(self) -> containers.RepeatedCompositeFieldContainer[LinkTiming]: ...
     def __init__(
         self,
         *,
@@ -795,9 +830,10 @@ class WorkerReport(message.Message):
         prefills: abc.Iterable[PrefillTiming] | None = ...,
         steps: abc.Iterable[StepTiming] | None = ...,
         g1_frames: abc.Iterable[builtins.bytes] | None = ...,
+        links: abc.Iterable[LinkTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempts", b"attempts", "free_pages", b"free_pages", "g1_frames", b"g1_frames", "incarnation", b"incarnation", "prefills", b"prefills", "steps", b"steps", "total_pages", b"total_pages", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempts", b"attempts", "free_pages", b"free_pages", "g1_frames", b"g1_frames", "incarnation", b"incarnation", "links", b"links", "prefills", b"prefills", "steps", b"steps", "total_pages", b"total_pages", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

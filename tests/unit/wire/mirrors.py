@@ -28,6 +28,7 @@ NAMED_DIFFERENTLY: list[tuple[type, type[Message]]] = [
 
 RANGES = {
     FieldDescriptor.TYPE_UINT32: st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_DOUBLE: st.floats(allow_nan=False),
     FieldDescriptor.TYPE_FLOAT: st.floats(allow_nan=False, width=32),
