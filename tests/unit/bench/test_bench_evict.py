@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moonpool.bench.evict import POLICIES, SIZES, evict, turns
+from moonpool.bench.evict import POLICIES, SIZES, evict
 from moonpool.cli.bench import bench
 from moonpool.loadgen.trace import TraceRow, write_trace
+from moonpool.sim.one_cache import turns
 
 
 def chat(turn: int, who: int) -> TraceRow:
