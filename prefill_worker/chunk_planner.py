@@ -1,9 +1,13 @@
 """Which prompt a prefill worker computes next, and how far each step goes. Pure: ``now`` is an argument.
 
-One job computes at a time. Waiting jobs stand in order of *standing*: their time of arrival, moved back by
-``age_ms`` for every time they were skipped because no landing was granted. A refused job lets the others pass until
-its next try; after ``MAX_SKIPS`` refusals no job of its lane (the store node that grants) passes it any more, so a big
-prompt among an endless stream of small ones starts as soon as the landings granted before it have ended.
+One job computes at a time, to its end. Every waiting job has a *standing*: its time of arrival, moved back by ``age_ms``
+for every time it was skipped because no landing was granted; its *age* is the time since then. In order ``fifo`` the
+smallest standing goes first. In order ``shortest`` it is the smallest predicted work less ``age_weight`` times the age, and
+a job older than ``wait_cap_s`` goes before all younger ones, by standing.
+
+A refused job lets the others pass until its next try; after ``MAX_SKIPS`` refusals no job of its lane (the store node that
+grants) passes it any more, so a big prompt among an endless stream of small ones starts as soon as the landings granted
+before it have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+from typing import Literal
 
 from moonpool.core.blocks import chunk_end
 from moonpool.core.errors import Bug, Busy
@@ -20,6 +26,7 @@ FIRST_RETRY_S = 0.02  # a refused landing is asked for again after this, doublin
 LAST_RETRY_S = 0.32
 
 JobKey = tuple[str, int]  # (request id, attempt)
+Order = Literal["fifo", "shortest"]
 
 
 class Stage(StrEnum):
@@ -32,6 +39,7 @@ class Stage(StrEnum):
 class _Entry:
     total: int  # tokens of prompt and ids already emitted
     lane: str
+    work: float  # predicted when it came, seconds (or any unit that all jobs share)
     arrived: float
     order: int
     stage: Stage = Stage.WAITING
@@ -53,9 +61,23 @@ class Chunk:
 class ChunkPlanner:
     """Bounded queue of jobs and the chunks of the one that computes."""
 
-    def __init__(self, *, queue_limit: int, age_ms: int, chunk_tokens: int, block_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        queue_limit: int,
+        age_ms: int,
+        chunk_tokens: int,
+        block_tokens: int,
+        order: Order = "fifo",
+        age_weight: float = 0.1,
+        wait_cap_s: float = inf,
+    ) -> None:
+        """``age_weight``: units of predicted work that a second of waiting is worth; with 0 only the cap ends a long wait."""
         self._queue_limit = queue_limit
         self._age_s = age_ms / 1000
+        self._shortest = order == "shortest"
+        self._age_weight = age_weight
+        self._wait_cap_s = wait_cap_s
         self._chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._jobs: dict[JobKey, _Entry] = {}
@@ -71,8 +93,12 @@ class ChunkPlanner:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def submit(self, key: JobKey, total: int, lane: str, now: float) -> None:
-        """Queue a job of ``total`` tokens (at least one). Busy when the queue is full."""
+    def submit(self, key: JobKey, total: int, lane: str, now: float, work: float | None = None) -> None:
+        """Queue a job of ``total`` tokens (at least one). Busy when the queue is full.
+
+        ``work`` is how long computing it is predicted to take here, what is reused taken off; None: its tokens, for a
+        planner that never hears of seconds.
+        """
         if key in self._jobs:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is queued already")
         if self.queued >= self._queue_limit:
@@ -80,13 +106,13 @@ class ChunkPlanner:
                 f"{self.queued} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
             )
         self._order += 1
-        self._jobs[key] = _Entry(total, lane, now, self._order)
+        self._jobs[key] = _Entry(total, lane, float(total) if work is None else work, now, self._order)
 
     def next(self, now: float) -> JobKey | None:
         """The job whose landing shall be asked for now; None when one is under way, or none may be tried yet."""
         if self._current is not None:
             return None
-        for key, entry in self._candidates():
+        for key, entry in self._candidates(now):
             if entry.retry_at <= now:
                 entry.stage = Stage.ASKING
                 self._current = key
@@ -97,7 +123,7 @@ class ChunkPlanner:
         """When ``next`` has something to offer at the earliest; None while a job is under way or nobody waits."""
         if self._current is not None:
             return None
-        return min((entry.retry_at for _, entry in self._candidates()), default=None)
+        return min((entry.retry_at for _, entry in self._candidates(-inf)), default=None)  # the same set at any time
 
     def refused(self, key: JobKey, now: float) -> None:
         """No landing for ``key`` now: it gains seniority and the next job is taken."""
@@ -150,17 +176,36 @@ class ChunkPlanner:
         if self._current == key:
             self._current = None
 
-    def _candidates(self) -> Iterator[tuple[JobKey, _Entry]]:
-        """Waiting jobs by standing, without those behind one of their lane that nobody passes."""
-        waiting = [item for item in self._jobs.items() if item[1].stage is Stage.WAITING]
-        waiting.sort(key=lambda item: (item[1].arrived - item[1].skips * self._age_s, item[1].order))
+    def _candidates(self, now: float) -> Iterator[tuple[JobKey, _Entry]]:
+        """Waiting jobs, the next one first, without those behind one of their lane that nobody passes.
+
+        Their set does not depend on ``now``: a job of a closed lane that the cap moves up still stands behind the closed one.
+        """
+        rank = self._by_work if self._shortest else self._by_standing
+        waiting = [(rank(entry, now), key, entry) for key, entry in self._jobs.items() if entry.stage is Stage.WAITING]
+        waiting.sort(key=lambda item: item[0])
         closed: set[str] = set()
-        for key, entry in waiting:
+        for _, key, entry in waiting:
             if entry.lane in closed:
                 continue
             if entry.skips >= MAX_SKIPS:
                 closed.add(entry.lane)
             yield key, entry
+
+    def _standing(self, entry: _Entry) -> float:
+        return entry.arrived - entry.skips * self._age_s
+
+    def _by_standing(self, entry: _Entry, now: float) -> tuple[int, float, int]:
+        return (0, self._standing(entry), entry.order)
+
+    def _by_work(self, entry: _Entry, now: float) -> tuple[int, float, int]:
+        """Those that nobody of their lane passes, those older than the cap, the others."""
+        standing = self._standing(entry)
+        if entry.skips >= MAX_SKIPS:
+            return (0, standing, entry.order)
+        if now - standing >= self._wait_cap_s:
+            return (1, standing, entry.order)
+        return (2, entry.work + self._age_weight * standing, entry.order)  # less age_weight * now, which all share
 
     def _entry(self, key: JobKey, stage: Stage) -> _Entry:
         entry = self._jobs.get(key)
