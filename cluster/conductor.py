@@ -20,7 +20,7 @@ from moonpool.core.errors import Bug, InvalidRequest
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import Member, MemberChange, Peers, WorkerReport
-from moonpool.core.placement import Finished, Placement, PlaceRequest
+from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.conductor import Conductor
 from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
@@ -88,7 +88,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         reply = pb.conductor.PlaceReply()
         if isinstance(answer, Placement):
             to_wire(answer, reply.placement)
-        else:
+        elif isinstance(answer, Refusal):
             to_wire(answer, reply.refusal)
         return reply
 

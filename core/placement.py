@@ -61,6 +61,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Later:
+    """No prefill worker is about to be free: the answer comes once one is. 0 ms while there is no fitted estimate."""
+
+    request: str
+    attempt: int
+    predicted_ttft_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlaceRequest:
     """What the gateway asks. ``exclude`` are peers that failed an earlier attempt."""
 

@@ -1,30 +1,42 @@
 """The conductor: events and ``now`` in, placements and actions out. Pure: no clock, no thread, no socket.
 
 All it knows is rebuilt from the others' messages, so any number of conductors may run and any of them may die. ``now``
-is one monotonic clock in seconds.
+is one monotonic clock in seconds. A policy chooses, an admission lets in or refuses, the view books; each decision is
+recorded. A policy that binds late keeps requests here, in one queue, until a prefill worker is about to be free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from moonpool.core.errors import Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import MemberChange, WorkerReport
-from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal, Segment
+from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
+from moonpool.scheduler.actions import Action, Bound, Resync
+from moonpool.scheduler.admission.certain import Certain
+from moonpool.scheduler.admission.policy import Admission
 from moonpool.scheduler.board import Board, Usable
 from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
-from moonpool.scheduler.choice import Option, choose, missed
+from moonpool.scheduler.choice import Option, predict
+from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead
-from moonpool.scheduler.min_ttft import Held, PrefillScores, Prompt, depths, score_decode, score_prefill, segments
+from moonpool.scheduler.links import Links
+from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
+from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
 from moonpool.scheduler.view import View
+from moonpool.scheduler.waiting import WaitingQueue
 
 COUNTERS = (
     "refusals_no_path",
     "refusals_targets_missed",
+    "refusals_overloaded",
     "bookings_expired",
     "bookings_ended_by_report",
     "reports_ignored",
@@ -33,26 +45,35 @@ COUNTERS = (
     "cached_tokens_predicted",
     "cached_tokens_actual",
 )
+MAX_WAITING = 10_000
+FULL_RETRY_S = 1.0
 
-
-@dataclass(frozen=True, slots=True)
-class Resync:
-    """Events of ``holder``'s store node are missing: watch it anew, beginning with a snapshot."""
-
-    holder: NodeId
-
-
-Action = Resync
 Event = MemberChange | EventBatch | IndexSnapshot | WorkerReport
 
 
 class Conductor:
-    def __init__(self, *, booking_s: float = 120.0, log_limit: int = 10_000) -> None:
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        admission: Admission | None = None,
+        booking_s: float = 120.0,
+        log_limit: int = 10_000,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         """``booking_s``: total budget of a request, after which nothing of it can be alive."""
+        self.policy: Policy = policy or PooledMinTtft()
+        self.admission: Admission = admission or Certain()
+        self.links = Links()
         self._view = View(booking_s)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
+        self._queue = WaitingQueue(max_waiting)
+        self._out: list[Action] = []
         self._placements = 0
+        self._asked = 0
+
+    # -- what happens elsewhere ----------------------------------------------------------------------------------------
 
     def observe(self, event: Event, now: float) -> list[Action]:
         view = self._view
@@ -65,96 +86,225 @@ class Conductor:
                 view.on_report(event, now)
             case EventBatch() | IndexSnapshot():
                 if not view.on_blocks(event):
-                    return [Resync(NodeId(event.holder))]
-        return []
+                    self._out.append(Resync(NodeId(event.holder)))
+                return self.take_actions()
+        self._bind(now)
+        return self.take_actions()
 
-    def next_number(self, node: NodeId, incarnation: Incarnation) -> int:
-        """The number of the next event wanted from this life of a node's store; 0: a snapshot is wanted."""
-        return self._view.pool.next_number(node, incarnation)
-
-    def place(self, request: PlaceRequest, now: float) -> Placement | Refusal:
-        """Books what it answers. An earlier booking of the same request (another attempt, a retried call) ends."""
-        self._view.expire(now)
-        self._view.release(request.request)
-        board = self._view.board
-        record = Decision(replace(request, keys=()), len(request.keys), now, overhead_s=self._overhead.seconds)
-        self._log.add(record)
-        rows = usable(board, self._view.stores, request)
-        if isinstance(rows, Refusal):
-            self._view.counts["refusals_no_path"] += 1
-            record.outcome = rows
-        else:
-            record.outcome = self._place(request, rows, board, record, now)
-        return record.outcome
-
-    def _place(self, request: PlaceRequest, rows: Usable, board: Board, record: Decision, now: float) -> Placement | Refusal:
-        prompt = Prompt(request.prompt_tokens, len(request.keys), self._view.block_tokens)
-        held, deepest = self._held(request.keys, board, rows)
-        prefill = score_prefill(board, rows.pooled, prompt, held, record.overhead_s, now)
-        decode = score_decode(board, prompt)
-        option = record.option = choose(board, request.targets, prompt, rows, prefill, decode)
-        record.prefill = prefill_candidates(board, rows, prefill, option.prefill)
-        record.decode = decode_candidates(board, rows, decode, option.decode)
-        record.cached_tokens = int(prefill.cached[option.prefill])
-        if not option.meets(request.targets):
-            self._view.counts["refusals_targets_missed"] += 1
-            return missed(option, request.targets, board)
-        self._placements += 1
-        self._book(request, option, float(prefill.work[option.prefill]), record.cached_tokens, board, now)
-        return Placement(
-            board.workers[option.prefill].ref,
-            board.workers[option.decode].ref,
-            self._plan(prompt, held, prefill, deepest, board, option.prefill),
-            option.ttft.likely * 1e3 if option.ttft.sure else 0.0,
-            option.tbt.likely * 1e3 if option.tbt.sure else 0.0,
-            self._placements,
-        )
-
-    def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> tuple[Held, list[NodeId]]:
-        """What is held where, and the nodes that hold the most, by name."""
-        devices, pool = self._view.devices, self._view.pool
-        own = depths(devices.match(keys), devices.bits)[board.device_bit]
-        runs = pool.match(keys)
-        node = depths(runs, pool.bits)[board.node_bit]
-        for depth, mask in reversed(runs):
-            names = sorted(NodeId(name) for name in pool.names(mask) if name not in rows.barred)
-            if names:
-                return Held(own, node, depth), names
-        return Held(own, node, 0), []
-
-    def _plan(
-        self, prompt: Prompt, held: Held, scores: PrefillScores, deepest: list[NodeId], board: Board, row: int
-    ) -> tuple[Segment, ...]:
-        local, far = (int(blocks) for blocks in scores.covered[:, row])
-        source = deepest[self._placements % len(deepest)] if deepest else None  # equal holders take turns
-        node = board.workers[row].member.node
-        return segments(prompt, int(held.own[row]), local, far if scores.fetches[row] else local, node, source)
-
-    def _book(self, request: PlaceRequest, option: Option, work_s: float, cached_tokens: int, board: Board, now: float) -> None:
-        self._view.book(
-            Booking(
-                self._placements,
-                request.request,
-                request.attempt,
-                board.names[option.prefill],
-                board.names[option.decode],
-                work_s,
-                request.prompt_tokens,
-                cached_tokens,
-                now,
-                now + option.ttft.likely,
-            )
-        )
-
-    def finished(self, done: Finished, now: float) -> None:
+    def finished(self, done: Finished, now: float) -> list[Action]:
         """An attempt is over, however it ended. Unknown and repeated ones change nothing."""
         self._view.expire(now)
         self._view.release(done.request, done.attempt)
+        self.admission.finished(done, now)
         decisions = self._log.of(done.request)
         for decision in decisions:
             if decision.request.attempt == done.attempt and decision.actual is None:
                 decision.actual = done
                 self._learn(decision, done, first=decision is decisions[0])
+        self._bind(now)
+        return self.take_actions()
+
+    def due(self, now: float) -> list[Action]:
+        """To be called at ``next_at``; earlier or more often does no harm."""
+        self._view.expire(now)
+        self._bind(now)
+        return self.take_actions()
+
+    def next_at(self) -> float | None:
+        """When a prefill worker is about to be free for somebody who waits; None while nobody does."""
+        board = self._view.board
+        rows = board.split | board.both
+        if not len(self._queue) or not rows.any():
+            return None
+        return float(board.busy_until[rows].min()) - self.policy.lookahead_s
+
+    def take_actions(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out
+
+    def next_number(self, node: NodeId, incarnation: Incarnation) -> int:
+        """The number of the next event wanted from this life of a node's store; 0: a snapshot is wanted."""
+        return self._view.pool.next_number(node, incarnation)
+
+    # -- placing -------------------------------------------------------------------------------------------------------
+
+    def place(self, request: PlaceRequest, now: float) -> Placement | Refusal | Later:
+        """Books what it answers. An earlier booking of the same request (another attempt, a retried call) ends."""
+        self._view.expire(now)
+        self._view.release(request.request)
+        self._queue.remove(request.request)
+        self._asked += 1
+        record = Decision(replace(request, keys=()), len(request.keys), now, overhead_s=self._overhead.seconds)
+        asked = self._ask(request, now)
+        self._log.add(record)
+        if isinstance(asked, Refusal):
+            record.outcome = self._refused(asked)
+            return asked
+        if self.policy.late:
+            free = self._free(asked.usable, asked.board, now)
+            if not free.prefills.any():
+                return self._wait(asked, record)
+            asked.usable = free
+        return self._decide(asked, record, admit=True)
+
+    def withdraw(self, request: str, now: float) -> None:
+        """Nobody waits for the answer to ``request`` any more."""
+        self._queue.remove(request)
+        self._view.release(request)
+
+    def prefilled(self, request: str, now: float) -> Refusal | None:
+        """The prompt of ``request`` is computed and about to join its batch: the admission's last word."""
+        booking = self._view.booking(request)
+        decisions = self._log.of(request)
+        if booking is None or not decisions or decisions[-1].option is None:
+            return None
+        asked = self._ask(decisions[-1].request, now)
+        row = None if isinstance(asked, Refusal) else asked.board.row.get(booking.decode)
+        if isinstance(asked, Refusal) or row is None:
+            return None
+        option = predict(asked, Choice(decisions[-1].option.prefill, row, 0), 0.0)
+        refusal = self.admission.recheck(asked, option)
+        if refusal is not None:
+            self._view.release(request)
+            decisions[-1].outcome = self._refused(refusal)
+        return refusal
+
+    def _ask(self, request: PlaceRequest, now: float) -> Asked | Refusal:
+        board = self._view.board
+        rows = usable(board, self._view.stores, request)
+        if isinstance(rows, Refusal):
+            return rows
+        prompt = Prompt(request.prompt_tokens, len(request.keys), self._view.block_tokens)
+        held = self._held(request.keys, board, rows)
+        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, self._overhead.seconds)
+
+    def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
+        devices, pool = self._view.devices, self._view.pool
+        own = depths(devices.match(keys), devices.bits)[board.device_bit]
+        runs = pool.match(keys)
+        node = depths(runs, pool.bits)[board.node_bit]
+        for depth, mask in reversed(runs):
+            names = tuple(sorted(NodeId(name) for name in pool.names(mask) if name not in rows.barred))
+            if names:
+                return Held(own, node, depth, names)
+        return Held(own, node, 0)
+
+    def _decide(self, asked: Asked, record: Decision, *, admit: bool) -> Placement | Refusal:
+        choice = self.policy.choose(asked)
+        if choice is None:
+            refusal = Refusal(Reason.NO_PATH, f"policy {self.policy.name} found no worker for the request", FULL_RETRY_S)
+            record.outcome = self._refused(refusal)
+            return refusal
+        option = predict(asked, choice)
+        self._note(asked, record, option)
+        if admit and (refused := self.admission.admit(asked, option)) is not None:
+            record.outcome = self._refused(refused)
+            return refused
+        record.outcome = placement = self._book(asked, option)
+        self._out += self.policy.follow_up(asked, choice)
+        return placement
+
+    def _note(self, asked: Asked, record: Decision, option: Option) -> None:
+        record.option = option
+        record.prefill = prefill_candidates(asked.board, asked.usable, asked.scores, option.prefill)
+        record.decode = decode_candidates(asked.board, asked.usable, asked.decode, option.decode)
+        record.cached_tokens = option.cached_tokens
+
+    def _book(self, asked: Asked, option: Option) -> Placement:
+        self._placements += 1
+        board, request, now = asked.board, asked.request, asked.now
+        prefill, decode = board.workers[option.prefill].ref, board.workers[option.decode].ref
+        self._view.book(
+            Booking(
+                self._placements,
+                request.request,
+                request.attempt,
+                prefill.id,
+                decode.id,
+                max(option.work_s, option.ttft.likely - option.wait_s - asked.overhead_s),
+                request.prompt_tokens,
+                option.cached_tokens,
+                now,
+                now + option.ttft.likely,
+            )
+        )
+        return Placement(
+            prefill,
+            decode,
+            segments(asked.prompt, option.plan, prefill.node),
+            option.ttft.likely * 1e3 if option.ttft.sure else 0.0,
+            option.tbt.likely * 1e3 if option.tbt.sure else 0.0,
+            self._placements,
+        )
+
+    def _refused(self, refusal: Refusal) -> Refusal:
+        self._view.counts[f"refusals_{refusal.reason.value}"] += 1
+        return refusal
+
+    # -- late binding --------------------------------------------------------------------------------------------------
+
+    def _free(self, rows: Usable, board: Board, now: float) -> Usable:
+        """``rows`` without the prefill workers that stay busy for longer than the policy looks ahead."""
+        busy = board.busy_until > now + self.policy.lookahead_s
+        return replace(rows, split=rows.split & ~busy, both=rows.both & ~busy, prefills=rows.prefills & ~busy)
+
+    def _wait(self, asked: Asked, record: Decision) -> Later | Refusal:
+        if self._queue.full:
+            refusal = Refusal(
+                Reason.OVERLOADED, f"{len(self._queue)} requests wait for a prefill worker, scheduler.max_waiting", FULL_RETRY_S
+            )
+            record.outcome = self._refused(refusal)
+            return refusal
+        work = np.where(asked.usable.prefills, asked.scores.work, np.inf)
+        waiting = Waiting(asked.request, asked.now, self._asked, float(work.min()))
+        choice = self.policy.choose(asked)
+        if choice is not None:
+            busy = np.maximum(asked.board.busy_until[asked.usable.prefills] - asked.now, 0.0)
+            option = predict(asked, choice, self._queue.wait_s(self.policy.key(waiting), busy))
+            self._note(asked, record, option)
+            if (refused := self.admission.admit(asked, option)) is not None:
+                record.outcome = self._refused(refused)
+                return refused
+        self._queue.add(waiting, self.policy.key(waiting))
+        sure = record.option is not None and record.option.ttft.sure
+        return Later(
+            asked.request.request, asked.request.attempt, record.option.ttft.likely * 1e3 if sure and record.option else 0.0
+        )
+
+    def _bind(self, now: float) -> None:
+        """Give prefill workers that are about to be free to those who wait, smallest key first."""
+        if not len(self._queue):
+            return
+        passed = 0  # waiting requests for which no free worker will do: they keep their places
+        while (waiting := self._queue.nth(passed)) is not None:
+            board = self._view.board
+            if not ((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any():
+                return
+            asked = self._ask(waiting.request, now)
+            record = self._open(waiting)
+            if isinstance(asked, Refusal):
+                answer: Placement | Refusal = self._refused(asked)
+                record.outcome = answer
+            else:
+                free = self._free(asked.usable, board, now)
+                if not free.prefills.any():
+                    passed += 1
+                    continue
+                asked.usable = free
+                answer = self._decide(asked, record, admit=False)
+            self._queue.remove(waiting.request.request)
+            self._out.append(Bound(waiting.request.request, waiting.request.attempt, answer))
+
+    def _open(self, waiting: Waiting) -> Decision:
+        """The record begun when ``waiting`` arrived; a new one where the log has forgotten it."""
+        for decision in reversed(self._log.of(waiting.request.request)):
+            if decision.request.attempt == waiting.request.attempt and decision.outcome is None:
+                return decision
+        record = Decision(replace(waiting.request, keys=()), len(waiting.request.keys), waiting.arrived)
+        self._log.add(record)
+        return record
+
+    # -- what it tells -------------------------------------------------------------------------------------------------
 
     def _learn(self, decision: Decision, done: Finished, *, first: bool) -> None:
         option = decision.option
@@ -170,10 +320,11 @@ class Conductor:
         return self._log.explain(request)
 
     def numbers(self, now: float) -> dict[str, float]:
-        """Gauges and counters. ``bookings`` and ``attempts_reported`` are 0 when the cluster is idle."""
+        """Gauges and counters. ``bookings``, ``waiting`` and ``attempts_reported`` are 0 when the cluster is idle."""
         self._view.expire(now)
         return {
             **self._view.numbers(),
+            "waiting": float(len(self._queue)),
             "decisions_recorded": float(len(self._log)),
             "placements": float(self._placements),
             "first_token_overhead_seconds": self._overhead.seconds,

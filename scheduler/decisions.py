@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.board import Board, Bools, Floats, Usable
 from moonpool.scheduler.choice import Option
-from moonpool.scheduler.min_ttft import DecodeScores, PrefillScores
+from moonpool.scheduler.costs import DecodeScores, PrefillScores
 
 CANDIDATES = 16  # kept per decision and stage: the best ones
 PREFILL_COLUMNS = ("ttft_ms", "ttft_high_ms", "wait_ms", "work_ms", "cached_tokens", "sure")

@@ -141,6 +141,9 @@ class View:
         self._ledger.add(booking)
         self._write(booking.prefill, booking.decode)
 
+    def booking(self, request: str) -> Booking | None:
+        return self._ledger.bookings.get(request)
+
     def release(self, request: str, attempt: int | None = None) -> None:
         """The booking of ``request``, if it has one; of this attempt only, where one is given."""
         booking = self._ledger.bookings.get(request)

@@ -17,9 +17,10 @@ from moonpool.core.membership import (
     StepTiming,
     WorkerReport,
 )
-from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
+from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
 from moonpool.core.request import Targets
-from moonpool.scheduler.conductor import Action, Conductor
+from moonpool.scheduler.actions import Action
+from moonpool.scheduler.conductor import Conductor
 
 BLOCK = 16
 LAYOUT = KVLayout("m", 2, 1, 8, "float32", block_tokens=BLOCK)
@@ -117,7 +118,9 @@ class Cluster:
             Targets(ttft_ms, tbt_ms),
             exclude=tuple(MemberId(name) for name in exclude),
         )
-        return self.conductor.place(asked, self.now)
+        answer = self.conductor.place(asked, self.now)
+        assert not isinstance(answer, Later), answer
+        return answer
 
     def placed(self, request: str, tokens: int = 100, **asked: object) -> Placement:
         answer = self.place(request, tokens, **asked)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""Placement by smallest predicted TTFT, with a check of the decode worker's TBT at the moment the prefill ends.
+"""What a prompt costs on every worker: seconds of prefill and of a decode step, over the rows of a read-only board.
 
-Functions over a read-only board. A prefill worker reuses what lies in its own pages and loads what its node's pool holds
-further, always. Whether it also fetches what the deepest holder anywhere holds beyond that, or computes it, is decided by
-price. TTFT = wait + load and compute + what lies between the worker's first token and the gateway.
+A prefill worker reuses what lies in its own pages and loads what its node's pool holds further, always. Whether it also
+fetches what the deepest holder anywhere holds beyond that, or computes it, is decided by price.
+TTFT = wait + load and compute + what lies between the worker's first token and the gateway.
 """
 
 from __future__ import annotations
@@ -30,11 +30,28 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leading blocks of one prompt, per row: in the worker's own pages, in its node's pool, and (one number) anywhere."""
+    """Leading blocks of one prompt, per row: in the worker's own pages, in its node's pool, and (one number) anywhere.
+
+    ``holders``: the nodes whose pools hold that many, by name.
+    """
 
     own: Ints
     node: Ints
     anywhere: int
+    holders: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Leading blocks of one prompt at one prefill worker: ``own`` reused, up to ``local`` loaded from its node's pool, up to
+    ``until`` fetched from ``source``, of which the first ``front`` are computed while the others come in."""
+
+    own: int
+    local: int
+    until: int
+    source: NodeId | None = None
+    front: int = 0
+    move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +89,16 @@ def depths(runs: list[tuple[int, int]], bits: int) -> Ints:
     return out
 
 
-def score_prefill(board: Board, pooled: Bools, prompt: Prompt, held: Held, overhead_s: float, now: float) -> PrefillScores:
-    """``pooled`` rows have a store node to load from and to fetch into."""
+def score_prefill(
+    board: Board, pooled: Bools, prompt: Prompt, held: Held, overhead_s: float, now: float, *, fetch: bool = True
+) -> PrefillScores:
+    """``pooled`` rows have a store node to load from and, with ``fetch``, to fetch into."""
     covered = np.empty((2, len(pooled)), np.int64)
     covered[:] = held.own
     np.maximum(held.own, held.node, out=covered[0], where=pooled)
-    np.maximum(covered[0], held.anywhere, out=covered[1], where=pooled)
+    covered[1] = covered[0]
+    if fetch:
+        np.maximum(covered[0], held.anywhere, out=covered[1], where=pooled)
     cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
     a, b, c, d = board.prefill_fit
     computed = prompt.tokens - cached
@@ -129,18 +150,20 @@ def step_at(worker: Worker, row: int, board: Board, prompt: Prompt, after_s: flo
     return a + b * (batch + 1) + c * context, context
 
 
-def segments(prompt: Prompt, own: int, local: int, far: int, node: NodeId, source: NodeId | None) -> tuple[Segment, ...]:
-    """Blocks ``[0, own)`` from device pages, ``[own, local)`` from ``node``, ``[local, far)`` from ``source``, then compute."""
+def segments(prompt: Prompt, plan: Plan, node: NodeId) -> tuple[Segment, ...]:
+    """Blocks ``[0, own)`` from device pages, ``[own, local)`` from ``node``, then ``front`` computed while those up to
+    ``until`` come from ``plan.source``, then the rest computed."""
     parts = (
-        (own, Source.REUSE, None),
-        (local, Source.FETCH, node),
-        (far, Source.FETCH, source),
+        (plan.own, Source.REUSE, None),
+        (plan.local, Source.FETCH, node),
+        (plan.local + plan.front, Source.RECOMPUTE, None),
+        (plan.until, Source.FETCH, plan.source),
         (prompt.blocks, Source.RECOMPUTE, None),
     )
     out: list[Segment] = []
     first = 0
     for end, kind, where in parts:
         if end > first:
-            out.append(Segment(first, end - first, kind, where))
+            out.append(Segment(first, end - first, kind, where, plan.move and where == plan.source and where != node))
             first = end
     return tuple(out)

@@ -1,0 +1,110 @@
+"""What a placement policy is given, and what it answers.
+
+A policy is one small file in ``policies/``: a function over read-only views. It chooses workers and how much of a prompt
+to take from where. What its choice will cost, whether that is admitted, and booking it are not its business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moonpool.core.ids import NodeId
+from moonpool.core.placement import PlaceRequest
+from moonpool.scheduler.actions import Action
+from moonpool.scheduler.board import Board, Usable
+from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, score_decode, score_prefill
+from moonpool.scheduler.links import Links
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request and what is known when it is decided. Read-only; scores are made when first asked for."""
+
+    request: PlaceRequest
+    prompt: Prompt
+    usable: Usable
+    board: Board
+    held: Held
+    links: Links
+    now: float
+    number: int  # decisions so far: turns of a round robin, counter of seeded draws
+    overhead_s: float = 0.0  # between a prefill worker's first token and the gateway
+    _local: PrefillScores | None = field(default=None, repr=False)
+    _pooled: PrefillScores | None = field(default=None, repr=False)
+    _decode: DecodeScores | None = field(default=None, repr=False)
+
+    @property
+    def local(self) -> PrefillScores:
+        """With what every worker has in its own pages and in its node's pool."""
+        if self._local is None:
+            self._local = self._score(fetch=False)
+        return self._local
+
+    @property
+    def pooled(self) -> PrefillScores:
+        """With a fetch from the deepest holder, where that pays."""
+        if self._pooled is None:
+            self._pooled = self._score(fetch=True)
+        return self._pooled
+
+    @property
+    def decode(self) -> DecodeScores:
+        if self._decode is None:
+            self._decode = score_decode(self.board, self.prompt)
+        return self._decode
+
+    @property
+    def scores(self) -> PrefillScores:
+        """Those a policy has looked at."""
+        return self._pooled or self._local or self.pooled
+
+    def _score(self, *, fetch: bool) -> PrefillScores:
+        return score_prefill(self.board, self.usable.pooled, self.prompt, self.held, self.overhead_s, self.now, fetch=fetch)
+
+    def local_blocks(self, row: int) -> int:
+        """Leading blocks that ``row`` has in its own pages or in its node's pool."""
+        own = int(self.held.own[row])
+        return max(own, int(self.held.node[row])) if self.usable.pooled[row] else own
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Rows of the board, and how the prompt comes together at ``prefill``.
+
+    ``until`` leading blocks are not computed; those the worker and its node lack come from ``source``, except ``front`` of
+    them, which are computed while the others come in. ``prefill == decode``: the decode worker computes the prompt itself.
+    """
+
+    prefill: int
+    decode: int
+    until: int
+    source: NodeId | None = None
+    front: int = 0
+    move: bool = False  # the source's copy is the first to be evicted once it has arrived
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A request in the conductor's queue. ``work_s``: predicted seconds of prefill where it would run best."""
+
+    request: PlaceRequest
+    arrived: float
+    order: int
+    work_s: float
+
+
+class Policy(Protocol):
+    name: str
+    late: bool  # requests wait in the conductor until a prefill worker is about to be free
+    lookahead_s: float  # how long before that a waiting request is bound, so that the worker never stands idle
+
+    def choose(self, asked: Asked) -> Choice | None:
+        """None where nobody usable will do now."""
+
+    def key(self, waiting: Waiting) -> float:
+        """Of waiting requests the one with the smallest key goes first. Constant while it waits, so that ageing must be
+        linear: remaining seconds - a (now - arrived) orders like remaining seconds + a arrived."""
+
+    def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
+        """What else to do once ``choice`` is booked."""
