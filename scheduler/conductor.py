@@ -28,6 +28,7 @@ from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead
 from moonpool.scheduler.links import Links
+from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
 from moonpool.scheduler.view import View
@@ -60,11 +61,13 @@ class Conductor:
         booking_s: float = 120.0,
         log_limit: int = 10_000,
         max_waiting: int = MAX_WAITING,
+        planner: Planner | None = None,
     ) -> None:
-        """``booking_s``: total budget of a request, after which nothing of it can be alive."""
+        """``booking_s``: total budget of a request, after which nothing of it can be alive. ``planner``: switches roles."""
         self.policy: Policy = policy or PooledMinTtft()
         self.admission: Admission = admission or Certain()
         self.links = Links()
+        self.planner = planner
         self._view = View(booking_s)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
@@ -96,6 +99,8 @@ class Conductor:
         self._view.expire(now)
         self._view.release(done.request, done.attempt)
         self.admission.finished(done, now)
+        if self.planner is not None and done.outcome == "ok":
+            self.planner.finished(done.output_tokens)
         decisions = self._log.of(done.request)
         for decision in decisions:
             if decision.request.attempt == done.attempt and decision.actual is None:
@@ -108,15 +113,22 @@ class Conductor:
         """To be called at ``next_at``; earlier or more often does no harm."""
         self._view.expire(now)
         self._bind(now)
+        if self.planner is not None:
+            self._out += self.planner.due(self._view.board, now)
         return self.take_actions()
 
     def next_at(self) -> float | None:
-        """When a prefill worker is about to be free for somebody who waits; None while nobody does."""
+        """When a prefill worker is about to be free for somebody who waits, or the planner wants to look; None: neither."""
+        times = [] if self.planner is None else [self.planner.next_at()]
         board = self._view.board
         rows = board.split | board.both
-        if not len(self._queue) or not rows.any():
-            return None
-        return float(board.busy_until[rows].min()) - self.policy.lookahead_s
+        if len(self._queue) and rows.any():
+            times.append(float(board.busy_until[rows].min()) - self.policy.lookahead_s)
+        return min(times, default=None)
+
+    def rebalance(self, now: float, *, patient: bool = True) -> Proposal | None:
+        """What the planner would do now, with its reasons; None without one."""
+        return None if self.planner is None else self.planner.propose(self._view.board, now, patient=patient)
 
     def take_actions(self) -> list[Action]:
         out, self._out = self._out, []
@@ -140,8 +152,16 @@ class Conductor:
         if isinstance(asked, Refusal):
             record.outcome = self._refused(asked)
             return asked
+        answer = self._answer(asked, record)
+        if self.planner is not None and request.attempt <= 1:
+            option = record.option
+            work_s = float(asked.scores.work.min()) if option is None else option.work_s
+            self.planner.arrived(request, request.prompt_tokens - record.cached_tokens, work_s, now)
+        return answer
+
+    def _answer(self, asked: Asked, record: Decision) -> Placement | Refusal | Later:
         if self.policy.late:
-            free = self._free(asked.usable, asked.board, now)
+            free = self._free(asked.usable, asked.board, asked.now)
             if not free.prefills.any():
                 return self._wait(asked, record)
             asked.usable = free
