@@ -19,8 +19,8 @@ from moonpool.core.use import Use
 from moonpool.kvstore.accounts import Accounts
 from moonpool.kvstore.candidates import Candidates
 from moonpool.kvstore.event_log import EventLog
-from moonpool.kvstore.eviction.policy import EvictionPolicy, Follower
-from moonpool.kvstore.rows import CHOSEN, FOUND, HARD, IN_DRAM, NONE, ON_SSD, breaks
+from moonpool.kvstore.eviction.policy import Cooler, EvictionPolicy, Follower
+from moonpool.kvstore.rows import CHOSEN, FOUND, HARD, IN_DRAM, MANY, NONE, ON_SSD, breaks
 
 
 class BlockIndex(Candidates):
@@ -122,6 +122,23 @@ class BlockIndex(Candidates):
                     if start < at:
                         self.ssd_policy.used(rows[start:at], first + start, use, now)
                     start = at + 1
+
+    def cool(self, rows: Sequence[int], now: float) -> int:
+        """Another node took over these rows, which follow one another: their copies go first, in whatever tier.
+
+        Those before a fork stay as they are, since what else follows them was not taken over. Returns how many cooled.
+        """
+        at = len(rows)
+        while at and self.child[rows[at - 1]] != MANY:
+            at -= 1
+        mine = rows[at:]
+        if not mine or not isinstance(self.policy, Cooler):
+            return 0
+        self.policy.cool([row for row in mine if self.slot[row] >= 0], now)
+        below: object = self.ssd_policy
+        if isinstance(below, Cooler):
+            below.cool([row for row in mine if self.extent[row] >= 0], now)
+        return len(mine)
 
     # Blocks leave DRAM.
 

@@ -186,6 +186,15 @@ class Pool:
         """The writer's word that it writes no more into these reservations, and has nothing to seal."""
         return self.reservations.abandon(session, ids)
 
+    def cool(self, keys: Sequence[bytes], now: float) -> int:
+        """Another node took over the leading blocks among ``keys``: here they are the first to go, unless used again.
+
+        Those before the last fork stay as they are. How many cooled; 0 under a policy that cannot tell them apart.
+        """
+        cooled = self.held.index.cool(self.held.index.leading(keys), now)
+        self.held.counted["cooled"] += cooled
+        return cooled
+
     def ended(self, use: Use, output_tokens: int, now: float) -> None:
         """The newest request of ``use`` was answered with so many tokens: a hint for eviction."""
         index = self.held.index

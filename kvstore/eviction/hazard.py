@@ -42,7 +42,7 @@ CODES_OF_ENDED = (*CODES, HALF_OCTAVES, TURN_OCTAVES)  # see _with_output
 class Group:
     """The blocks whose newest user is one request."""
 
-    __slots__ = ("born", "codes", "curve", "left", "number", "open", "output", "serial", "turn", "use", "value")
+    __slots__ = ("born", "codes", "cold", "curve", "left", "number", "open", "output", "serial", "turn", "use", "value")
 
     def __init__(self, serial: int, use: Use, turn: int, born: float) -> None:
         self.serial = serial
@@ -56,6 +56,13 @@ class Group:
         self.open: list[tuple[int, int]] = []  # heap of (-block number, row): candidates, some stale
         self.value: float | None = None  # its place in the order of groups, if it has one
         self.left = False  # a newer request of the conversation went another way
+        self.cold = False  # another node took these blocks over
+
+    def cooled(self, serial: int) -> Group:
+        """The same request, for those of its blocks that were cooled."""
+        twin = Group(serial, self.use, self.turn, self.born)
+        twin.number, twin.codes, twin.output, twin.cold = self.number, self.codes, self.output, True
+        return twin
 
 
 class Hazard:
@@ -97,9 +104,10 @@ class Hazard:
         if not rows:
             return
         owner = self._owner[rows[-1]]
-        if owner is None or owner.use != use or now - owner.born > SAME_REQUEST_S:
+        again = owner is not None and owner.use == use and now - owner.born <= SAME_REQUEST_S
+        if owner is None or owner.cold or not again:
             shared = self._continued[rows[-1]] >= SHARED_FROM
-            group = self._begin(use, None if shared else owner, now)
+            group = self._begin(use, None if shared or again else owner, now)
             common = next((i for i in range(len(rows) - 1, -1, -1) if self._continued[rows[i]] >= SHARED_FROM), -1)
             self._take(rows[: common + 1], group)
             for old in self._take(rows[common + 1 :], group):
@@ -124,6 +132,17 @@ class Hazard:
             self._at[row] = at
             self._candidate[row] = self._listed[row] = self._continued[row] = 0
         self._expect(use, first + len(rows), group, rows[-1])
+
+    def cool(self, rows: Sequence[int], now: float) -> None:
+        """See ``policy.Cooler``. What many conversations share stays as it is."""
+        of: dict[Group, list[int]] = {}
+        for row in rows:
+            owner = self._owner[row]
+            if owner is not None and self._continued[row] < SHARED_FROM:
+                of.setdefault(owner, []).append(row)
+        for owner, its in of.items():
+            self._serial += 1
+            self._take(its, owner.cooled(self._serial))
 
     def ended(self, use: Use, output_tokens: int, now: float) -> None:
         group = self._newest.pop(use, None)
@@ -296,10 +315,10 @@ class Hazard:
 
     def _values(self, groups: Sequence[Group], now: float) -> list[float]:
         if not self._fits:
-            return [1.0 / (1.0 + now - group.born) for group in groups]
+            return [0.0 if group.cold else 1.0 / (1.0 + now - group.born) for group in groups]
         curves = np.fromiter((self._curve(group) for group in groups), np.int64, len(groups))
         age = now - np.fromiter((group.born for group in groups), np.float64, len(groups))
-        weight = np.fromiter((LEFTOVER if group.left else 1.0 for group in groups), np.float64, len(groups))
+        weight = np.fromiter(map(_weight, groups), np.float64, len(groups))
         bins = np.clip(np.searchsorted(EDGES, age, side="right") - 1, 0, BINS - 2)
         part = np.clip((age - EDGES[bins]) / WIDTH[bins], 0.0, 1.0)
         values: list[float] = (
@@ -329,6 +348,10 @@ class Hazard:
             self._keys.extend([b""] * more)
             for flags in (self._candidate, self._listed, self._continued):
                 flags.extend(bytes(more))
+
+
+def _weight(group: Group) -> float:
+    return 0.0 if group.cold else LEFTOVER if group.left else 1.0
 
 
 def _half_octave(tokens: int) -> int:

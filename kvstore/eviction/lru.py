@@ -3,6 +3,8 @@
 A block's rank is the number of the call that used it last. The heap holds at most one item a row, and the item may be
 older than the rank: ranks only grow, so an item found too old at the top is put back with its row's rank. Hence a use
 costs one list write, and a parent that becomes a leaf late still takes its place by its last use.
+
+Only cooling lowers a rank. It puts a second item into the heap, and what the first one leaves behind is passed over.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from moonpool.core.use import Use
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1
 QUEUED, CANDIDATE = 1, 2
+COLD = -1 << 60  # ranks of cooled rows count up from here, and never get near those of used ones
+SPARE_ITEMS = 1024  # second items allowed beyond the rows
 
 
 class Lru:
@@ -23,8 +27,9 @@ class Lru:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._cooled = 0
         self._rank: list[int] = []  # by row: number of the last call that used it, shifted left by ROW_BITS
-        self._state = bytearray()  # by row: QUEUED has an item in the heap, CANDIDATE may be chosen
+        self._state = bytearray()  # by row: QUEUED has an item in the heap, CANDIDATE (always QUEUED, too) may be chosen
         self._heap: list[int] = []  # rank | row
 
     def named(self, rows: Sequence[int], keys: Sequence[bytes]) -> None:
@@ -47,6 +52,18 @@ class Lru:
 
     used = stored
 
+    def cool(self, rows: Sequence[int], now: float) -> None:
+        """See ``policy.Cooler``."""
+        self._cooled += 1
+        cold, rank, state, heap = COLD + (self._cooled << ROW_BITS), self._rank, self._state, self._heap
+        for row in rows:
+            rank[row] = cold
+            if state[row] & QUEUED:
+                heapq.heappush(heap, cold | row)
+        if len(heap) > len(rank) + SPARE_ITEMS:
+            heap[:] = [rank[row] | row for row in range(len(rank)) if state[row] & QUEUED]
+            heapq.heapify(heap)
+
     def offer(self, rows: Sequence[int]) -> None:
         state, rank, heap, push = self._state, self._rank, self._heap, heapq.heappush
         for row in rows:
@@ -65,7 +82,7 @@ class Lru:
         while n > 0 and heap:
             item = heap[0]
             row = item & ROW_MASK
-            if state[row] == QUEUED:
+            if state[row] <= QUEUED:
                 pop(heap)
                 state[row] = 0
             elif item != rank[row] | row:
@@ -92,7 +109,7 @@ class Lru:
         while heap:
             item = heap[0]
             row = item & ROW_MASK
-            if state[row] == QUEUED:
+            if state[row] <= QUEUED:
                 heapq.heappop(heap)
                 state[row] = 0
             elif item != rank[row] | row:

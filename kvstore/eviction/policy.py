@@ -48,6 +48,14 @@ class EvictionPolicy(Protocol):
 
 
 @runtime_checkable
+class Cooler(Protocol):
+    """A policy that can be told to let go of blocks that another node took over."""
+
+    def cool(self, rows: Sequence[int], now: float) -> None:
+        """These, candidates or not, go before all others, those cooled earlier first, until they are used again."""
+
+
+@runtime_checkable
 class Follower(Protocol):
     """A policy that can tell how many blocks of one sequence go one after the other: saves a call for each of them."""
 

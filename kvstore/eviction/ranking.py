@@ -47,6 +47,12 @@ class Ranking:
         for row in rows:
             self._candidate[row] = 0
 
+    def lower(self, rows: Sequence[int], rank: int) -> None:
+        """Rows take ``rank``, candidates or not."""
+        for row in rows:
+            self.rank[row] = rank
+        self.offer([row for row in rows if self._candidate[row]])
+
     def peek(self) -> int | None:
         """The first candidate; it stays one. None without candidates."""
         heap, rank, queued = self._heap, self.rank, self._queued
@@ -82,6 +88,7 @@ class Ranked:
 
     def __init__(self) -> None:
         self._calls = 0
+        self._cooled = 0  # a rank: far below that of any use
         self._ranking = Ranking()
         self.offer = self._ranking.offer
         self.withhold = self._ranking.withhold
@@ -92,6 +99,11 @@ class Ranked:
 
     def ended(self, use: Use, output_tokens: int, now: float) -> None:
         pass
+
+    def cool(self, rows: Sequence[int], now: float) -> None:
+        """See ``policy.Cooler``."""
+        self._cooled += 1
+        self._ranking.lower(rows, self._cooled)
 
     def choose(self, n: int, now: float) -> list[int]:
         return self._ranking.take(n)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from moonpool.core.use import Use
-from moonpool.kvstore.eviction.policy import EvictionPolicy
+from moonpool.kvstore.eviction.policy import Cooler, EvictionPolicy
 
 USES = (Use(), Use("a", "chat", 1, 900), Use("a", "chat", 3, 9_000), Use("b", "agent", 7, 40_000))
 
@@ -24,6 +24,7 @@ class Block:
     uses: int = 1
     children: int = 0
     pinned: bool = False
+    cooled: int = 0  # number of the call that cooled it; 0: it was used since
 
 
 Rank = Callable[[Block], tuple[int, ...]]
@@ -56,7 +57,8 @@ class Machine:
         if chain:
             self.calls += 1
             for block in chain:
-                block.uses, block.call = block.uses + 1, self.calls
+                block.uses = 1 if block.cooled else block.uses + 1
+                block.call, block.cooled = self.calls, 0
             self.policy.used([block.row for block in chain], 0, use, self.now)
         self.calls += 1
         new: list[Block] = []
@@ -87,6 +89,19 @@ class Machine:
             if not block.children:
                 (self.policy.withhold if block.pinned else self.policy.offer)([block.row])
 
+    def cool(self, which: int, blocks_up: int) -> None:
+        """Some live block and a few before it were taken over by another node."""
+        assert isinstance(self.policy, Cooler)
+        blocks = list(self.live.values())
+        self.calls += 1
+        block = blocks[which % len(blocks)] if blocks else None
+        chain = []
+        while block is not None and blocks_up:
+            block.cooled = self.calls
+            chain.append(block.row)
+            block, blocks_up = block.parent, blocks_up - 1
+        self.policy.cool(chain[::-1], self.now)
+
     def lose(self, which: int) -> None:
         """A leaf leaves without the policy's choice."""
         leaves = self.candidates()
@@ -103,10 +118,13 @@ class Machine:
         assert set(rows) <= may.keys()
         assert len(rows) == min(n, len(may))
         if self.rank is not None:
-            rank = self.rank
-            expected = sorted(may.values(), key=lambda block: (*rank(block), block.row))[:n]
+            expected = sorted(may.values(), key=self._place)[:n]
             assert rows == [block.row for block in expected]
         self._remove([may[row] for row in rows])
+
+    def _place(self, block: Block) -> tuple[int, ...]:
+        assert self.rank is not None
+        return (0, block.cooled, block.row) if block.cooled else (1, *self.rank(block), block.row)
 
     def _remove(self, blocks: list[Block]) -> None:
         freed = []
@@ -142,12 +160,19 @@ class Machine:
                 self.pin(a)
             case "lose":
                 self.lose(a)
+            case "cool":
+                self.cool(a, b % 6 + 1)
             case _:
                 self.evict(b % 6 + 1)
 
 
 Action = tuple[str, int, int]
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from(("store", "store", "store", "pin", "lose", "evict")), st.integers(0, 40), st.integers(0, 40)),
-    max_size=60,
-)
+KINDS = ("store", "store", "store", "pin", "lose", "evict")
+
+
+def actions_of(kinds: tuple[str, ...]) -> st.SearchStrategy[list[Action]]:
+    return st.lists(st.tuples(st.sampled_from(kinds), st.integers(0, 40), st.integers(0, 40)), max_size=60)
+
+
+ACTIONS = actions_of(KINDS)
+COOLING_ACTIONS = actions_of((*KINDS, "evict", "cool", "cool"))

@@ -250,6 +250,31 @@ def test_eviction_takes_the_least_recently_used_leaf_first() -> None:
     assert [(e.change, e.keys) for e in batch.events] == [(BlockChange.REMOVED, (keys(2, "x")[1], keys(2, "x")[0], keys(2)[1]))]
 
 
+def test_blocks_that_another_node_took_over_go_first_up_to_the_last_fork() -> None:
+    pool = pool_of(8)
+    a, b = keys(4, "a"), keys(2, "b")
+    store(pool, a, now=1.0)
+    store(pool, b, now=2.0)
+    (fork,) = pool.reserve(PUBLISHER, WRITER, LAYOUT, keys(1, "c"), a[1], USE, 3.0)
+    pool.seal(PUBLISHER, [fork.id], 3.0)
+    assert pool.cool(a, 4.0) == 2, "the first two have another continuation, which nobody took over"
+    assert pool.cool(keys(1, "unknown"), 4.0) == 0
+    assert pool.numbers()["cooled"] == 2
+    store(pool, keys(4, "d"), now=5.0)
+    assert [pool.lookup(a), pool.lookup(b), pool.lookup([*a[:2], *keys(1, "c")])] == [2, 1, 3]
+
+
+def test_a_cooled_block_that_is_used_again_keeps_its_place() -> None:
+    pool = pool_of(4)
+    store(pool, keys(2, "a"), now=1.0)
+    store(pool, keys(2, "b"), now=2.0)
+    pool.cool(keys(2, "b"), 3.0)
+    pool.pin(READER, keys(2, "b"), USE, 4.0)
+    pool.session_ended(READER, 5.0)
+    store(pool, keys(2, "c"), now=6.0)
+    assert [pool.lookup(keys(2, name)) for name in "abc"] == [0, 2, 2]
+
+
 def test_clear_drops_everything_that_nobody_holds() -> None:
     pool = pool_of(4)
     store_two_chains(pool)

@@ -46,6 +46,47 @@ def test_what_a_conversation_left_behind_goes_first() -> None:
     assert policy.choose(1, 306.0) == [803]
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_another_node_took_over_goes_first_until_it_is_used_again(learned: bool) -> None:
+    policy = taught() if learned else Hazard()
+    policy.stored([800, 801], 0, CHAT, 301.0)
+    policy.stored([802], 0, ONCE, 302.0)
+    policy.stored([803, 804], 0, CHAT, 303.0)
+    policy.offer([801, 802, 804])
+    policy.cool([803, 804], 304.0)
+    policy.cool([800, 801], 304.5)
+    assert policy.choose(1, 305.0) == [804]
+    policy.used([800, 801], 0, CHAT, 305.0)
+    policy.removed([804])
+    policy.offer([803])
+    policy.used([803], 0, CHAT, 305.5)
+    assert policy.choose(1, 306.0) == [802]
+
+
+def test_a_return_to_cooled_blocks_is_the_return_of_the_request_they_belonged_to() -> None:
+    policy = Hazard()
+    policy.stored([0, 1], 0, CHAT, 0.0)
+    policy.cool([0, 1], 1.0)
+    policy.used([0, 1], 0, CHAT, 1.5)
+    assert policy._running.returns == 0, "the same request, told twice"
+    policy.cool([0, 1], 2.0)
+    policy.used([0, 1], 0, Use("a", "chat", 2, 5_000), 40.0)
+    assert policy._running.returns == 1
+
+
+def test_what_many_conversations_share_is_not_cooled() -> None:
+    policy = Hazard()
+    policy.stored([0, 1], 0, CHAT, 0.0)
+    for branch in range(30):
+        policy.used([0], 0, ONCE, 3.0 * branch + 3.0)
+        policy.stored([10 + branch], 1, ONCE, 3.0 * branch + 3.0)
+    policy.stored([50], 0, ONCE, 50.0)
+    policy.offer([0, 1, 50])
+    policy.cool([0, 1], 91.0)
+    assert policy.choose(1, 91.0) == [1]
+    assert policy.choose(1, 91.0) == [50]
+
+
 def test_before_anything_was_learned_the_least_recent_request_goes_first_and_the_deepest_of_its_blocks() -> None:
     policy = Hazard()
     policy.stored([0, 1], 0, CHAT, 0.0)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.eviction import ACTIONS, Action, Block, Machine
+from support.eviction import ACTIONS, COOLING_ACTIONS, Action, Block, Machine
 
 from moonpool.core.use import Use
 from moonpool.kvstore.eviction.length_aware import LengthAware
 from moonpool.kvstore.eviction.lfu import Lfu
+from moonpool.kvstore.eviction.lru import Lru
 from moonpool.kvstore.eviction.make import make_policy
 from moonpool.kvstore.eviction.policy import EvictionPolicy
 from moonpool.kvstore.eviction.ranking import Ranking
@@ -30,6 +31,40 @@ def by_uses_then_late(block: Block) -> tuple[int, ...]:
 @settings(max_examples=100, deadline=None)
 def test_any_life_of_blocks_is_evicted_by_number_of_uses(policy: type, rank: object, actions: list[Action]) -> None:
     machine = Machine(policy(), rank=rank)  # type: ignore[arg-type]
+    for action in actions:
+        machine.step(action)
+    machine.empty()
+
+
+def by_last_use(block: Block) -> tuple[int, ...]:
+    return (block.call,)
+
+
+@pytest.mark.parametrize(("policy", "rank"), [(Lru, by_last_use), (Lfu, by_uses), (LengthAware, by_uses_then_late)])
+@given(actions=COOLING_ACTIONS)
+@settings(max_examples=100, deadline=None)
+def test_cooled_blocks_go_before_all_others_until_they_are_used(policy: type, rank: object, actions: list[Action]) -> None:
+    machine = Machine(policy(), rank=rank)  # type: ignore[arg-type]
+    for action in actions:
+        machine.step(action)
+    machine.empty()
+
+
+def test_a_block_cooled_and_used_many_times_takes_a_bounded_place_in_the_queue() -> None:
+    policy = Lru()
+    policy.stored([0, 1], 0, USE, 0.0)
+    policy.offer([0, 1])
+    for _ in range(5_000):
+        policy.cool([0], 1.0)
+        policy.used([0], 0, USE, 1.0)
+    assert len(policy._heap) < 4_000
+    assert policy.choose(5, 2.0) == [1, 0]
+
+
+@given(actions=COOLING_ACTIONS)
+@settings(max_examples=100, deadline=None)
+def test_learning_from_returns_goes_on_whatever_is_cooled(actions: list[Action]) -> None:
+    machine = Machine(make_policy("hazard"))
     for action in actions:
         machine.step(action)
     machine.empty()
