@@ -1,15 +1,16 @@
 """How long a prefill and a decode step take, fitted online from what workers measured.
 
 Non-negative least squares over a bounded set of measurements, minimising relative error: a 50 ms job weighs as much as
-an 8 s one. One reweighting pass (Huber) keeps a first, cold run from bending the fit. The spread is a quantile of the
-relative residuals.
+an 8 s one. One reweighting pass (Huber) keeps a first, cold run from bending the fit. Bounds are quantiles of measured
+over estimated seconds. A fit is made anew once in a few dozen measurements, or when they leave its bounds: reading it
+costs nothing, and it is read for every placement.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -30,31 +31,52 @@ MAX_SPREAD = 1.0  # measurements that scatter more say little; 1.0 doubles the e
 REACH = 4.0  # an estimate is trusted up to this many times the largest job measured
 RIDGE = 1e-4  # relative to each feature's own weight: a set of equal jobs is spread over all features
 HUBER = 0.25  # relative residual from which a sample counts less
+REFIT_SHARE = 4  # a fit is made anew after a quarter as many measurements again,
+REFIT_MOST = 48  # but at the latest after so many,
+SURPRISES = 8  # or when so many more lay outside its bounds than a well-made fit lets through
+SEED_WEIGHT = 0.5  # of a seed, in measurements: it decides what they leave open, and soon nothing
+LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of ``Fit.ratios``
+UNKNOWN = (0.2, 0.3, 0.6, 1.0, 1.7, 3.0, 5.0)  # ratios of a seed nobody has checked yet
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """``seconds = coefficients @ features``, relative ``spread`` above it, valid for jobs up to ``reach``."""
+    """``seconds = coefficients @ features``, relative ``spread`` above it, valid for jobs up to ``reach``.
+
+    ``ratios`` are the ``LEVELS`` quantiles of measured over estimated seconds.
+    """
 
     coefficients: tuple[float, ...]
     spread: float
     reach: float
     sure: bool
+    ratios: tuple[float, ...] = UNKNOWN
+
+    def ratio(self, level: float) -> float:
+        """Measured over estimated seconds: the quantile at ``level``, from 0.05 to 0.95."""
+        return float(np.interp(level, LEVELS, self.ratios))
+
+    def chance_over(self, ratio: float) -> float:
+        """The probability that a job takes longer than ``ratio`` times its estimate; from 0.05 to 0.95."""
+        return 1.0 - float(np.interp(ratio, self.ratios, LEVELS))
 
 
 class OnlineFit:
     """Measurements of one worker (or of a role), the newest few of every kind of job.
 
     Jobs are alike when each of their features has the same power of two: a busy hour of one kind then does not push out
-    what is known of the others. ``guess`` ranks jobs while there are fewer than ``MIN_SAMPLES`` measurements.
+    what is known of the others. ``guess`` ranks jobs while there are fewer than ``MIN_SAMPLES`` measurements; a ``seed``,
+    computed for this model and machine, does so too and stays in the fit as ``SEED_WEIGHT`` measurements.
     """
 
-    def __init__(self, guess: Sequence[float]) -> None:
-        self._guess = Fit(tuple(guess), 0.0, 0.0, sure=False)
+    def __init__(self, guess: Sequence[float], seed: Sequence[float] | None = None) -> None:
+        self._seed = None if seed is None else np.array(seed, np.float64)
         self._kinds: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}  # kind -> rows of (*features, seconds, number)
         self._samples = 0
         self._reach = 0.0
-        self._fit: Fit | None = self._guess  # None: measurements came in since
+        self._fit = Fit(tuple(guess if seed is None else seed), 0.0, 0.0, sure=False)
+        self._due = MIN_SAMPLES  # measurements at which the fit is made anew
+        self._surprise = 0.0
 
     def add(self, features: tuple[float, ...], seconds: float, size: float) -> None:
         """Impossible values are skipped: they come from another process. ``size`` is compared with ``reach``."""
@@ -68,12 +90,27 @@ class OnlineFit:
         if len(self._kinds) > KINDS:
             del self._kinds[next(iter(self._kinds))]  # the one longest without news
         self._reach = max(self._reach, REACH * size)
-        self._fit = None
+        self._watch(features, seconds)
+
+    def _watch(self, features: tuple[float, ...], seconds: float) -> None:
+        """A tenth of the measurements lies outside the bounds of a fit that holds; each of them outweighs nine inside."""
+        fit = self._fit
+        if not fit.sure:
+            return
+        estimated = sum(c * f for c, f in zip(fit.coefficients, features, strict=True))
+        inside = fit.ratios[0] * estimated <= seconds <= fit.ratios[-1] * estimated
+        self._surprise = max(0.0, self._surprise - 0.25) if inside else self._surprise + 1.0
+        if self._surprise >= SURPRISES:
+            self._due = self._samples
 
     @property
     def fit(self) -> Fit:
-        if self._fit is None:
-            self._fit = self._solve() if self._samples >= MIN_SAMPLES else self._guess
+        if self._samples >= self._due:
+            self._fit = self._solve()
+            self._due = self._samples + min(max(1, self._samples // REFIT_SHARE), REFIT_MOST)
+            self._surprise = 0.0
+        elif self._fit.reach != self._reach and self._fit.sure:
+            self._fit = replace(self._fit, reach=self._reach)
         return self._fit
 
     def _solve(self) -> Fit:
@@ -82,14 +119,13 @@ class OnlineFit:
         fresh = np.maximum(0.5 ** ((self._samples - table[:, -1]) / HALF_LIFE), OLD_WEIGHT)
         weights = fresh
         for _ in range(2):
-            coefficients = _non_negative(rows, weights)
+            coefficients = _non_negative(rows, weights, self._seed)
             residuals = 1.0 - rows @ coefficients
             weights = fresh * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9))
-        estimated = np.maximum(rows @ coefficients, 1e-9)  # in units of the measured time
-        over = 1.0 / estimated - 1.0
-        above = np.quantile(over, SPREAD_QUANTILE, weights=fresh, method="inverted_cdf")
-        spread = float(np.clip(above, 0.0, MAX_SPREAD))
-        return Fit(tuple(map(float, coefficients)), spread, self._reach, sure=True)
+        ratios = 1.0 / np.maximum(rows @ coefficients, 1e-9)  # the rows are in units of the measured time
+        levels = np.quantile(ratios, (*LEVELS, SPREAD_QUANTILE), weights=fresh, method="inverted_cdf")
+        spread = float(np.clip(levels[-1] - 1.0, 0.0, MAX_SPREAD))
+        return Fit(tuple(map(float, coefficients)), spread, self._reach, sure=True, ratios=tuple(map(float, levels[:-1])))
 
 
 @cache
@@ -99,8 +135,11 @@ def _subsets(features: int) -> Vector:
     return ((numbers[:, None] >> np.arange(features)) & 1).astype(np.float64)
 
 
-def _non_negative(rows: Vector, weights: Vector) -> Vector:
-    """Weighted non-negative least squares towards 1. At most four features, so every active set is solved and compared."""
+def _non_negative(rows: Vector, weights: Vector, seed: Vector | None) -> Vector:
+    """Weighted non-negative least squares towards 1. At most four features, so every active set is solved and compared.
+
+    ``seed`` draws the coefficients towards it with the weight of ``SEED_WEIGHT`` rows.
+    """
     scale = np.sqrt((rows**2).mean(axis=0))
     scale[scale == 0.0] = 1.0
     x = rows / scale
@@ -108,6 +147,9 @@ def _non_negative(rows: Vector, weights: Vector) -> Vector:
     gram[np.diag_indices_from(gram)] *= 1.0 + RIDGE
     gram[np.diag_indices_from(gram)] += 1e-12
     right = x.T @ weights
+    if seed is not None:
+        gram[np.diag_indices_from(gram)] += SEED_WEIGHT
+        right += SEED_WEIGHT * seed * scale
     chosen = _subsets(x.shape[1])
     among = gram * chosen[:, :, None] * chosen[:, None, :] + np.eye(x.shape[1]) * (1.0 - chosen)[:, :, None]
     solutions = np.linalg.solve(among, (right * chosen)[:, :, None])[:, :, 0]
@@ -118,12 +160,17 @@ def _non_negative(rows: Vector, weights: Vector) -> Vector:
 
 class PrefillEstimate:
     """Seconds = a + b (n - p) + c (n^2 - p^2) + d loaded, for n prompt tokens of which p are cached and ``loaded`` of
-    those come from the pool. The form is that of the paper's fitted prefill cost (Mooncake, FAST 2025)."""
+    those come from the pool. The form is that of the paper's fitted prefill cost (Mooncake, FAST 2025).
+
+    Chunks of one size cost seconds per computed token, so b holds what chunking costs. Loads overlap with the compute of
+    earlier layers: d holds what of them is not hidden.
+    """
 
     GUESS = (1e-2, 1e-3, 0.0, 1e-5)
 
-    def __init__(self) -> None:
-        self._online = OnlineFit(self.GUESS)
+    def __init__(self, seed: Sequence[float] | None = None) -> None:
+        """``seed``: a, b, c, d as computed by ``roofline`` for this model and machine."""
+        self._online = OnlineFit(self.GUESS, seed)
 
     def add(self, timing: PrefillTiming) -> None:
         n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
@@ -141,8 +188,9 @@ class StepEstimate:
 
     GUESS = (1e-2, 1e-3, 1e-7)
 
-    def __init__(self) -> None:
-        self._online = OnlineFit(self.GUESS)
+    def __init__(self, seed: Sequence[float] | None = None) -> None:
+        """``seed``: a, b, c as computed by ``roofline`` for this model and machine."""
+        self._online = OnlineFit(self.GUESS, seed)
 
     def add(self, timing: StepTiming) -> None:
         features = (1.0, float(timing.batch), float(timing.context_tokens))
