@@ -38,6 +38,7 @@ class Booking:
     cached_tokens: int  # predicted: not to be computed
     placed_at: float
     prefilled_at: float  # predicted
+    keys: tuple[bytes, ...] = ()  # of the prompt's blocks
     at_prefill: End = End.COMING
     at_decode: End = End.COMING
     missing_since: float | None = None  # at the decode worker, after having been seen
@@ -59,6 +60,7 @@ class Ledger:
 
     lifetime_s: float
     bookings: dict[str, Booking] = field(default_factory=dict)  # by request, oldest first
+    computing: dict[str, Booking] = field(default_factory=dict)  # those whose prefill has not been seen to end
     _by_worker: dict[MemberId, dict[str, Booking]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -66,12 +68,13 @@ class Ledger:
 
     def add(self, booking: Booking) -> None:
         self.release(booking.request)
-        self.bookings[booking.request] = booking
+        self.bookings[booking.request] = self.computing[booking.request] = booking
         for worker in {booking.prefill, booking.decode}:
             self._by_worker.setdefault(worker, {})[booking.request] = booking
 
     def release(self, request: str) -> None:
         booking = self.bookings.pop(request, None)
+        self.computing.pop(request, None)
         if booking is not None:
             for worker in {booking.prefill, booking.decode}:
                 mine = self._by_worker[worker]
@@ -120,6 +123,8 @@ class Ledger:
             here = (booking.request, booking.attempt) in alive
             if booking.prefill == worker:
                 _see_prefill(booking, here, now)
+                if booking.at_prefill is End.OVER:
+                    self.computing.pop(booking.request, None)
             if booking.decode == worker and _decode_ended(booking, here, now):
                 ended.append(booking)
                 self.release(booking.request)

@@ -20,7 +20,7 @@ from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Re
 from moonpool.scheduler.actions import Action, Bound, Resync
 from moonpool.scheduler.admission.certain import Certain
 from moonpool.scheduler.admission.policy import Admission
-from moonpool.scheduler.board import Board, Usable
+from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
 from moonpool.scheduler.choice import Option, predict
@@ -71,7 +71,8 @@ class Conductor:
         self._view = View(booking_s)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
-        self._queue = WaitingQueue(max_waiting)
+        self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)
+        self._bound_at = 0.0
         self._out: list[Action] = []
         self._placements = 0
         self._asked = 0
@@ -121,7 +122,8 @@ class Conductor:
         """When a prefill worker is about to be free for somebody who waits, or the planner wants to look; None: neither."""
         times = [] if self.planner is None else [self.planner.next_at()]
         board = self._view.board
-        rows = board.split | board.both
+        looked_at = self._bound_at + self.policy.lookahead_s  # whoever was free by then was not wanted
+        rows = (board.split | board.both) & (board.busy_until > looked_at)
         if len(self._queue) and rows.any():
             times.append(float(board.busy_until[rows].min()) - self.policy.lookahead_s)
         return min(times, default=None)
@@ -160,12 +162,14 @@ class Conductor:
         return answer
 
     def _answer(self, asked: Asked, record: Decision) -> Placement | Refusal | Later:
-        if self.policy.late:
-            free = self._free(asked.usable, asked.board, asked.now)
-            if not free.prefills.any():
-                return self._wait(asked, record)
-            asked.usable = free
-        return self._decide(asked, record, admit=True)
+        choice = self.policy.choose(asked)
+        if choice is None:
+            refusal = Refusal(Reason.NO_PATH, f"policy {self.policy.name} found no worker for the request", FULL_RETRY_S)
+            record.outcome = self._refused(refusal)
+            return refusal
+        if self.policy.late and not self._free(asked, choice.prefill):
+            return self._wait(asked, choice, record)
+        return self._decide(asked, choice, record, admit=True)
 
     def withdraw(self, request: str, now: float) -> None:
         """Nobody waits for the answer to ``request`` any more."""
@@ -196,7 +200,8 @@ class Conductor:
             return rows
         prompt = Prompt(request.prompt_tokens, len(request.keys), self._view.block_tokens)
         held = self._held(request.keys, board, rows)
-        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, self._overhead.seconds)
+        soon = self._view.soon(request.keys, held.anywhere)
+        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, self._overhead.seconds, soon)
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
         devices, pool = self._view.devices, self._view.pool
@@ -209,12 +214,7 @@ class Conductor:
                 return Held(own, node, depth, names)
         return Held(own, node, 0)
 
-    def _decide(self, asked: Asked, record: Decision, *, admit: bool) -> Placement | Refusal:
-        choice = self.policy.choose(asked)
-        if choice is None:
-            refusal = Refusal(Reason.NO_PATH, f"policy {self.policy.name} found no worker for the request", FULL_RETRY_S)
-            record.outcome = self._refused(refusal)
-            return refusal
+    def _decide(self, asked: Asked, choice: Choice, record: Decision, *, admit: bool) -> Placement | Refusal:
         option = predict(asked, choice)
         self._note(asked, record, option)
         if admit and (refused := self.admission.admit(asked, option)) is not None:
@@ -246,6 +246,7 @@ class Conductor:
                 option.cached_tokens,
                 now,
                 now + option.ttft.likely,
+                request.keys,
             )
         )
         return Placement(
@@ -263,12 +264,14 @@ class Conductor:
 
     # -- late binding --------------------------------------------------------------------------------------------------
 
-    def _free(self, rows: Usable, board: Board, now: float) -> Usable:
-        """``rows`` without the prefill workers that stay busy for longer than the policy looks ahead."""
-        busy = board.busy_until > now + self.policy.lookahead_s
-        return replace(rows, split=rows.split & ~busy, both=rows.both & ~busy, prefills=rows.prefills & ~busy)
+    def _free(self, asked: Asked, row: int) -> bool:
+        return bool(asked.board.busy_until[row] <= asked.now + self.policy.lookahead_s)
 
-    def _wait(self, asked: Asked, record: Decision) -> Later | Refusal:
+    def _anybody_free(self, now: float) -> bool:
+        board = self._view.board
+        return bool(((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any())
+
+    def _wait(self, asked: Asked, choice: Choice, record: Decision) -> Later | Refusal:
         if self._queue.full:
             refusal = Refusal(
                 Reason.OVERLOADED, f"{len(self._queue)} requests wait for a prefill worker, scheduler.max_waiting", FULL_RETRY_S
@@ -277,43 +280,42 @@ class Conductor:
             return refusal
         work = np.where(asked.usable.prefills, asked.scores.work, np.inf)
         waiting = Waiting(asked.request, asked.now, self._asked, float(work.min()))
-        choice = self.policy.choose(asked)
-        if choice is not None:
-            busy = np.maximum(asked.board.busy_until[asked.usable.prefills] - asked.now, 0.0)
-            option = predict(asked, choice, self._queue.wait_s(self.policy.key(waiting), busy))
-            self._note(asked, record, option)
-            if (refused := self.admission.admit(asked, option)) is not None:
-                record.outcome = self._refused(refused)
-                return refused
-        self._queue.add(waiting, self.policy.key(waiting))
-        sure = record.option is not None and record.option.ttft.sure
-        return Later(
-            asked.request.request, asked.request.attempt, record.option.ttft.likely * 1e3 if sure and record.option else 0.0
-        )
+        key = self.policy.key(waiting)
+        busy = np.maximum(asked.board.busy_until - asked.now, 0.0)
+        wait_s = max(float(busy[choice.prefill]), self._queue.wait_s(waiting, key, busy[asked.usable.prefills]))
+        option = predict(asked, choice, wait_s)
+        self._note(asked, record, option)
+        if (refused := self.admission.admit(asked, option)) is not None:
+            record.outcome = self._refused(refused)
+            return refused
+        self._queue.add(waiting, key)
+        self._out += self.policy.ahead(asked, choice)
+        return Later(asked.request.request, asked.request.attempt, option.ttft.likely * 1e3 if option.ttft.sure else 0.0)
 
     def _bind(self, now: float) -> None:
-        """Give prefill workers that are about to be free to those who wait, smallest key first."""
-        if not len(self._queue):
-            return
-        passed = 0  # waiting requests for which no free worker will do: they keep their places
-        while (waiting := self._queue.nth(passed)) is not None:
-            board = self._view.board
-            if not ((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any():
-                return
-            asked = self._ask(waiting.request, now)
-            record = self._open(waiting)
-            if isinstance(asked, Refusal):
-                answer: Placement | Refusal = self._refused(asked)
-                record.outcome = answer
-            else:
-                free = self._free(asked.usable, board, now)
-                if not free.prefills.any():
-                    passed += 1
-                    continue
-                asked.usable = free
-                answer = self._decide(asked, record, admit=False)
+        """Give prefill workers that are about to be free to those who wait, in order."""
+        self._bound_at = now
+        passed = 0  # those who had better wait on: they keep their places
+        while (waiting := self._queue.nth(passed, now)) is not None and self._anybody_free(now):
+            answer = self._bound(waiting, now)
+            if answer is None:
+                passed += 1
+                continue
             self._queue.remove(waiting.request.request)
             self._out.append(Bound(waiting.request.request, waiting.request.attempt, answer))
+
+    def _bound(self, waiting: Waiting, now: float) -> Placement | Refusal | None:
+        """None: the worker it had better run on is busy."""
+        asked = self._ask(waiting.request, now)
+        if isinstance(asked, Refusal):
+            self._open(waiting).outcome = self._refused(asked)
+            return asked
+        if now - waiting.arrived >= self.policy.wait_cap_s:
+            asked.usable = _only(asked.usable, asked.board.busy_until <= now + self.policy.lookahead_s)
+        choice = self.policy.choose(asked) if asked.usable.prefills.any() else None
+        if choice is None or not self._free(asked, choice.prefill):
+            return None
+        return self._decide(asked, choice, self._open(waiting), admit=False)
 
     def _open(self, waiting: Waiting) -> Decision:
         """The record begun when ``waiting`` arrived; a new one where the log has forgotten it."""
@@ -350,3 +352,7 @@ class Conductor:
             "first_token_overhead_seconds": self._overhead.seconds,
             **{name: float(self._view.counts[name]) for name in COUNTERS},
         }
+
+
+def _only(rows: Usable, free: Bools) -> Usable:
+    return replace(rows, split=rows.split & free, both=rows.both & free, prefills=rows.prefills & free)

@@ -7,6 +7,7 @@ TTFT = wait + load and compute + what lies between the worker's first token and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,15 @@ class Held:
     node: Ints
     anywhere: int
     holders: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Soon:
+    """The worker at ``row`` is computing a prompt with the same leading ``blocks``; it will have them at ``ready_at``."""
+
+    row: int
+    blocks: int
+    ready_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,18 @@ def depths(runs: list[tuple[int, int]], bits: int) -> Ints:
         raw = np.frombuffer(mask.to_bytes((bits + 7) // 8, "little"), np.uint8)
         out[:-1][np.unpackbits(raw, count=bits, bitorder="little").view(bool)] = depth
     return out
+
+
+def shared_blocks(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """Leading keys that are equal. Keys are chained: once two differ, all that follow do."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if a[middle - 1] == b[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def score_prefill(

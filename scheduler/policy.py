@@ -13,7 +13,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.placement import PlaceRequest
 from moonpool.scheduler.actions import Action
 from moonpool.scheduler.board import Board, Usable
-from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, score_decode, score_prefill
+from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, Soon, score_decode, score_prefill
 from moonpool.scheduler.links import Links
 
 
@@ -30,6 +30,7 @@ class Asked:
     now: float
     number: int  # decisions so far: turns of a round robin, counter of seeded draws
     overhead_s: float = 0.0  # between a prefill worker's first token and the gateway
+    soon: tuple[Soon, ...] = ()  # what is being computed for others and reaches beyond all that is held
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
     _decode: DecodeScores | None = field(default=None, repr=False)
@@ -99,12 +100,18 @@ class Policy(Protocol):
     late: bool  # requests wait in the conductor until a prefill worker is about to be free
     lookahead_s: float  # how long before that a waiting request is bound, so that the worker never stands idle
 
+    wait_cap_s: float  # who waited this long is no longer passed over for others
+
     def choose(self, asked: Asked) -> Choice | None:
-        """None where nobody usable will do now."""
+        """None where nobody usable will do. A late policy is shown busy workers too: where it chooses one that is not about
+        to be free, the request keeps its place, and those after it are asked about."""
 
     def key(self, waiting: Waiting) -> float:
         """Of waiting requests the one with the smallest key goes first. Constant while it waits, so that ageing must be
         linear: remaining seconds - a (now - arrived) orders like remaining seconds + a arrived."""
+
+    def ahead(self, asked: Asked, choice: Choice) -> list[Action]:
+        """What to do while the request waits for the worker in ``choice``; late policies only."""
 
     def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
         """What else to do once ``choice`` is booked."""

@@ -10,6 +10,7 @@ from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange, WorkerReport
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
 from moonpool.scheduler.bookings import Booking, End, Ledger
+from moonpool.scheduler.costs import Soon, shared_blocks
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
@@ -143,6 +144,18 @@ class View:
 
     def booking(self, request: str) -> Booking | None:
         return self._ledger.bookings.get(request)
+
+    def soon(self, keys: tuple[bytes, ...], beyond: int) -> tuple[Soon, ...]:
+        """Prompts being computed that share more than ``beyond`` leading blocks with ``keys``."""
+        if beyond >= len(keys):
+            return ()
+        wanted = keys[beyond]
+        out = []
+        for booking in self._ledger.computing.values():
+            row = self.board.row.get(booking.prefill)
+            if row is not None and len(booking.keys) > beyond and booking.keys[beyond] == wanted:
+                out.append(Soon(row, shared_blocks(keys, booking.keys), booking.prefilled_at))
+        return tuple(out)
 
     def release(self, request: str, attempt: int | None = None) -> None:
         """The booking of ``request``, if it has one; of this attempt only, where one is given."""

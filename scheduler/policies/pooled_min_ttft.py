@@ -12,6 +12,7 @@ class PooledMinTtft:
     name = "pooled_min_ttft"
     late = False
     lookahead_s = 0.0
+    wait_cap_s = float("inf")
 
     def choose(self, asked: Asked) -> Choice | None:
         scores = asked.pooled
@@ -29,6 +30,9 @@ class PooledMinTtft:
 
     def key(self, waiting: Waiting) -> float:
         return waiting.arrived
+
+    def ahead(self, asked: Asked, choice: Choice) -> list[Action]:
+        return []
 
     def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
         return []
