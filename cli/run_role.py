@@ -50,11 +50,12 @@ def run(
 
 
 def _read_spec(file: Path) -> RoleSpec:
+    from moonpool.cluster.role_switch import in_kept_role
     from moonpool.cluster.spec import RoleSpec
     from moonpool.core.errors import ConfigError
 
     try:
-        return RoleSpec.from_json(file.read_text(encoding="utf-8"))
+        return in_kept_role(RoleSpec.from_json(file.read_text(encoding="utf-8")))
     except OSError as e:
         raise ConfigError(f"--spec: cannot read {file}: {e.strerror}", param="--spec") from e
 

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import grpc
 
+from moonpool.core.errors import MoonpoolError
 from moonpool.core.membership import Member, Service
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
@@ -25,7 +26,8 @@ class DevicePages(Protocol):
 class Admin(pb.admin_rpc.AdminServicer):
     """``service`` is None while the process loads. ``report`` tells the conductors how things stand now.
 
-    ``membership``: gauges of this process's side of the registry.
+    ``membership``: gauges of this process's side of the registry. ``switch`` (role, seconds to drain) begins a change of
+    role, or raises why it cannot.
     """
 
     def __init__(
@@ -35,9 +37,10 @@ class Admin(pb.admin_rpc.AdminServicer):
         report: Callable[[], Awaitable[None]],
         stop: Callable[[], None],
         membership: Callable[[], dict[str, float]],
+        switch: Callable[[str, float], None],
     ) -> None:
         self._member, self._service, self._report, self._stop = member, service, report, stop
-        self._membership = membership
+        self._membership, self._switch = membership, switch
 
     async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
         service = self._service()
@@ -59,6 +62,13 @@ class Admin(pb.admin_rpc.AdminServicer):
 
     async def Stop(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         self._stop()
+        return pb.types.Empty()
+
+    async def SwitchRole(self, request: pb.admin.SwitchRoleRequest, context: grpc.aio.ServicerContext) -> pb.types.Empty:
+        try:
+            self._switch(request.role, request.drain_ms / 1e3)
+        except MoonpoolError as e:
+            await context.abort(grpc.StatusCode[e.grpc_status], e.message)
         return pb.types.Empty()
 
 

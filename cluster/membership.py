@@ -22,7 +22,10 @@ class Link(Protocol):
     """One process's side of a registry. It watches from its making; changes and fences are told on the event loop."""
 
     async def join(self, member: Member) -> None:
-        """Opens the session; returns once welcome. LayoutMismatch naming both values; NoPath after 10 s without an answer."""
+        """Opens the session; returns once welcome. LayoutMismatch naming both values; NoPath after 10 s without an answer.
+
+        A newer life of this process ends the older one.
+        """
 
     def update(self, member: Member) -> None:
         """New words about the life that joined."""

@@ -16,9 +16,10 @@ from moonpool.cluster.face import Face
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.reporter import Reporter
+from moonpool.cluster.role_switch import DRAIN_S, checked_role, drained, keep_role
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.errors import MoonpoolError
-from moonpool.core.ids import Incarnation
+from moonpool.core.errors import Busy, MoonpoolError
+from moonpool.core.ids import Incarnation, Role
 from moonpool.core.membership import Member, Service
 
 EXIT_STOPPED = 0
@@ -35,9 +36,10 @@ Again = Callable[[Member], Awaitable[tuple[Service, Member]]]
 class Made:
     """A started service, and the member completed with what loading found out.
 
-    ``again`` starts the service anew for a newer life of this process, keeping what took long to load; None where the
-    service holds neither slots nor pins and simply goes on. ``after``: what to free once the service closed for good.
-    ``leave``: what the service does for the others before it closes for good; it bounds its own time.
+    ``again`` starts the service anew for a newer life of this process (in the role that its member says), keeping what
+    took long to load; None where the service holds neither slots nor pins and simply goes on. ``after``: what to free once
+    the service closed for good. ``leave``: what the service does for the others before it closes for good; it bounds its
+    own time.
     """
 
     service: Service
@@ -62,6 +64,7 @@ class Process:
         self._peers: Membership | None = None
         self._reporter: Reporter | None = None
         self._return: asyncio.Task[None] | None = None
+        self._switching: asyncio.Task[None] | None = None
         self._closing = False
         self._member = Member(spec.member, spec.role, spec.node, _now(), address="", pid=os.getpid(), ready=False)
 
@@ -97,8 +100,9 @@ class Process:
         """Leaves in order: no new work, the service's own end, the registry, the server. ``CLOSE_S`` after it has left."""
         self._log.info("closing")
         self._closing = True
-        if self._return:
-            await asyncio.wait({self._return})
+        for change in (self._return, self._switching):
+            if change:
+                await asyncio.wait({change})
         if self._peers:
             self._peers.update(replace(self._member, ready=False))
         await self._leave()
@@ -133,6 +137,7 @@ class Process:
             self._report,
             self.stop,
             lambda: self._peers.numbers() if self._peers else {},
+            self.switch,
         )
         self._face = Face(self.spec.config.cluster.host, admin)
         self._member = replace(self._member, address=self._face.address)
@@ -166,7 +171,7 @@ class Process:
         if self._closing:  # nothing of its is in flight any more, and what it still has to put away is its own
             return
         self._say(f"fenced: {why}")
-        if replaced or self._made is None or self._peers is None:
+        if replaced or self._switching or self._made is None or self._peers is None:
             self._die(EXIT_FENCED)
             return
         self._return = asyncio.create_task(self._come_back(self._made, self._peers), name="process-come-back")
@@ -176,12 +181,8 @@ class Process:
         try:
             async with asyncio.timeout(COME_BACK_S):
                 self._member = replace(self._member, incarnation=_now(), ready=False)
-                if made.again and self._face:
-                    await self._end_service(made)
-                    await self._face.stop(0)
-                    face = self._open_face()
-                    made.service, self._member = await made.again(self._member)
-                    await self._serve(face, made.service, peers)
+                if made.again:
+                    await self._live_again(made, made.again, peers)
                 else:
                     self._member = replace(self._member, ready=True)
                     await peers.join(self._member)
@@ -190,6 +191,48 @@ class Process:
             self._die(EXIT_FENCED)
             return
         self._say(f"back as life {self._member.incarnation}")
+
+    async def _live_again(self, made: Made, again: Again, peers: Membership) -> None:
+        await self._end_service(made)
+        if self._face:
+            await self._face.stop(0)
+        face = self._open_face()
+        made.service, self._member = await again(self._member)
+        await self._serve(face, made.service, peers)
+
+    # another role
+
+    def switch(self, role: str, drain_s: float = 0.0) -> None:
+        """Begins to drain, for ``drain_s`` at most (0: the default), then leaves and comes back in ``role``.
+
+        Busy while it starts, ends or switches already; InvalidRequest where it has no other role.
+        """
+        made, peers, to = self._made, self._peers, checked_role(role, self._member)
+        unready = not self._member.ready or self._switching is not None or self._ended.done()
+        if made is None or made.again is None or peers is None or unready:
+            raise Busy(f"{self.spec.member} is not ready: it starts, ends or switches already", peer=self.spec.member)
+        work = self._switch(made, made.again, peers, to, drain_s or DRAIN_S)
+        self._switching = asyncio.create_task(work, name="process-switch")
+
+    async def _switch(self, made: Made, again: Again, peers: Membership, role: Role, drain_s: float) -> None:
+        self._member = replace(self._member, ready=False)
+        peers.update(self._member)
+        self._say(f"draining, to come back as {role.value}")
+        empty = await drained(made.service, drain_s, self._ended.done)
+        if self._ended.done():
+            return
+        self._log.info("switching role", role=role.value, drained=empty)
+        try:
+            async with asyncio.timeout(COME_BACK_S):
+                await asyncio.to_thread(keep_role, self.spec.state_dir, self.spec.member, role)
+                self._member = replace(self._member, role=role, incarnation=_now())
+                await self._live_again(made, again, peers)
+        except Exception as e:  # noqa: BLE001  a restart comes back in the new role
+            self._log.error("cannot switch", role=role.value, exc_info=e)
+            self._die(EXIT_FENCED)
+            return
+        self._switching = None
+        self._say(f"back as {role.value}, life {self._member.incarnation}")
 
 
 async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:

@@ -39,6 +39,8 @@ class RegistryLink:
         self._reports: set[asyncio.Task[None]] = set()
 
     async def join(self, member: Member) -> None:
+        if self._session:  # of an older life: fenced, or it ends now
+            await asyncio.to_thread(self._session.leave)
         welcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session = _Session(self._registry, self._timing, member, welcome, self._on_fenced)
         try:

@@ -99,6 +99,7 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
     start = await asyncio.to_thread(_worker_start, spec.role)
 
     async def again(member: Member) -> tuple[Service, Member]:
+        start = await asyncio.to_thread(_worker_start, member.role)
         engine.pages.clear_cached()
         if engine.pages.used:
             raise Bug(f"{member.id}: the life before left {engine.pages.used} pages held")

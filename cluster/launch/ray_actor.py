@@ -6,6 +6,7 @@ import asyncio
 import os
 
 from moonpool.cluster.process import Make, Process
+from moonpool.cluster.role_switch import in_kept_role
 from moonpool.cluster.spec import RoleSpec
 
 KEPT_LINES = 256
@@ -15,7 +16,7 @@ class RoleActor:
     """``run`` is the life of the process's role. A restarted actor is a new object that has to be run again."""
 
     def __init__(self, spec: str, make: Make) -> None:
-        self._spec = RoleSpec.from_json(spec)
+        self._spec = in_kept_role(RoleSpec.from_json(spec))
         self._make = make
         self._process: Process | None = None
         self._stopped = False

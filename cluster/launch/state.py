@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from moonpool.cluster.role_switch import forget_roles
 from moonpool.core.errors import ConfigError
 
 
@@ -92,6 +93,7 @@ class StateDir:
         self._state_file.unlink(missing_ok=True)
         for record in (self.path / "pids").glob("*.json"):
             record.unlink(missing_ok=True)
+        forget_roles(self.path)
 
     def record(self, name: str, pid: int) -> None:
         """Remembers a process of this cluster under ``name``, over the launcher's own death."""

@@ -20,6 +20,28 @@ else:
 DESCRIPTOR: descriptor.FileDescriptor
 
 @typing.final
+class SwitchRoleRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    DRAIN_MS_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """prefill or decode"""
+    drain_ms: builtins.int
+    """running requests have so long to finish; what is left then moves"""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        drain_ms: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["drain_ms", b"drain_ms", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class AdminStats(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

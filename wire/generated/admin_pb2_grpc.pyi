@@ -38,6 +38,8 @@ class AdminStub:
     """drop cached (unused) device pages"""
     Stop: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
     """leave in order"""
+    SwitchRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]
+    """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -48,6 +50,8 @@ class AdminAsyncStub(AdminStub):
     """drop cached (unused) device pages"""
     Stop: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
     """leave in order"""
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]  # type: ignore[assignment]
+    """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -73,5 +77,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
         """leave in order"""
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _admin_pb2.SwitchRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
+        """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
