@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
@@ -34,23 +34,24 @@ class BlockHasher:
     """Chains block keys for one namespace. Cheap to make; holds no state between calls."""
 
     def __init__(self, hash_key: bytes, namespace: bytes, block_tokens: int) -> None:
-        self._hash_key = hash_key
-        self._namespace = namespace
+        self._begun = hashlib.blake2b(namespace, digest_size=KEY_BYTES, key=hash_key)  # common to all blocks
         self.block_tokens = block_tokens
 
     def keys(self, ids: Sequence[int], *, known: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of all whole blocks of ``ids``; ``known`` are those of its leading blocks, not hashed again."""
+        """Keys of all whole blocks of ``ids`` (0 to 2**32 - 1); ``known`` are those of its leading blocks, not hashed again."""
         out = list(known)
-        size = self.block_tokens
-        raw = memoryview(np.asarray(ids, dtype="<i4").tobytes())
-        parent = out[-1] if out else ROOT
-        for i in range(len(out), len(ids) // size):
-            parent = hashlib.blake2b(
-                self._namespace + parent + raw[4 * size * i : 4 * size * (i + 1)],
-                digest_size=KEY_BYTES,
-                key=self._hash_key,
-            ).digest()
-            out.append(parent)
+        size, done = self.block_tokens, len(out)
+        numbers = array("I", ids[done * size :] if done else ids)  # twice as fast as numpy, from a list
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        raw, step = numbers.tobytes(), 4 * size
+        parent, copy, add = out[-1] if out else ROOT, self._begun.copy, out.append
+        for at in range(0, len(raw) - step + 1, step):
+            block = copy()
+            block.update(parent)
+            block.update(raw[at : at + step])
+            parent = block.digest()
+            add(parent)
         return out
 
 
