@@ -6,36 +6,44 @@ takes membership from its peers, blocks from the store nodes' snapshots and load
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import grpc
 
+from moonpool.cluster.late_answers import LateAnswers
+from moonpool.cluster.moves import Moves
 from moonpool.cluster.store_watches import StoreWatches
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.config import Config
-from moonpool.core.errors import Bug, InvalidRequest
+from moonpool.core.errors import Bug, InvalidRequest, NoPath, Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import Member, MemberChange, Peers, WorkerReport
-from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.conductor import Conductor
+from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
+from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync
+from moonpool.scheduler.conductor import Conductor, Event
 from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 Clock = Callable[[], float]
 QUIET_PERIODS = 5  # of ``silent_after_ms``: a store node's stream that says nothing for longer is broken
+SOONEST_S = 0.001  # until the conductor is asked again what is due: it may want to be asked at once, again and again
 
 
 class ConductorService(pb.conductor_rpc.ConductorServicer):
     """Implements ``core.membership.Service``. Event-loop only."""
 
     def __init__(self, config: Config, member: Member, peers: Peers, clock: Clock = time.monotonic) -> None:
-        self.conductor = Conductor(booking_s=config.timing.request_budget_ms / 1e3)
+        self.conductor = _conductor(config)
         self._member = member
         self._clock = clock
+        self._late = LateAnswers()
+        self._moves = Moves(peers, config.scheduler.moves_at_once)
+        self._timer: asyncio.TimerHandle | None = None
         self._watches = StoreWatches(self._heard, self._wanted, QUIET_PERIODS * config.timing.silent_after_ms / 1e3)
         self._unsubscribe = peers.subscribe(self._on_change)
 
@@ -48,6 +56,10 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
 
     async def close(self) -> None:
         self._unsubscribe()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._late.end_all()
+        await self._moves.close()
         await self._watches.close()
 
     def report(self) -> WorkerReport | None:
@@ -57,55 +69,118 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         watches = self._watches
         return {
             **self.conductor.numbers(self._clock()),
+            **self._moves.numbers(),
+            "answers_unclaimed": float(self._late.unclaimed),
             "store_watches_connected": float(watches.connected),
             "store_watch_reconnects": float(watches.reconnects),
             "store_watch_bad_frames": float(watches.bad_frames),
         }
 
     def words(self) -> dict[str, str]:
-        return {"policy": "smallest predicted TTFT"}
+        return {"policy": self.conductor.policy.name, "admission": self.conductor.admission.name}
 
     # what it hears
 
     def _on_change(self, change: MemberChange) -> None:
-        self.conductor.observe(change, self._clock())
+        self._observe(change)
         self._watches.on_change(change)  # after the conductor, which heeds only blocks of nodes it knows
 
     def _heard(self, event: EventBatch | IndexSnapshot) -> bool:
-        return bool(self.conductor.observe(event, self._clock()))
+        return self._observe(event)
 
     def _wanted(self, node: NodeId, incarnation: Incarnation) -> int:
         return self.conductor.next_number(node, incarnation)
 
+    def _observe(self, event: Event) -> bool:
+        """Whether events are missing before this one."""
+        return self._act(self.conductor.observe(event, self._clock()))
+
+    # what it does
+
+    def _act(self, actions: Iterable[Action]) -> bool:
+        """Carry out ``actions``, and be called again when the conductor wants to be. True: one of them is a resync."""
+        resync = False
+        for action in actions:
+            match action:
+                case Bound():
+                    if not self._late.bound(action):
+                        self.conductor.withdraw(action.request, self._clock())
+                case Resync():
+                    resync = True
+                case Replicate() | Prefetch() | Cool():
+                    self._moves.take(action)
+        self._arm()
+        return resync
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self.conductor.next_at()
+        if at is not None and at < float("inf"):
+            self._timer = asyncio.get_running_loop().call_later(max(at - self._clock(), SOONEST_S), self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._act(self.conductor.due(self._clock()))
+
     # gRPC
 
-    async def Place(self, request: pb.conductor.PlaceRequest, context: grpc.aio.ServicerContext) -> pb.conductor.PlaceReply:
+    async def Place(  # type: ignore[override]  # it writes, and so hears at once when its caller leaves
+        self, request: pb.conductor.PlaceRequest, context: grpc.aio.ServicerContext
+    ) -> None:
         try:
             asked = _checked(from_wire(request, PlaceRequest))
         except InvalidRequest as e:
             await _refuse(context, e)
         answer = self.conductor.place(asked, self._clock())
+        if not isinstance(answer, Later):
+            self._act(self.conductor.take_actions())
+            await self._answer(asked, answer, context)
+            return
+        coming = self._late.open(asked.request, asked.attempt)  # before any action is taken: it may be the answer
+        self._act(self.conductor.take_actions())
+        try:
+            reply = pb.conductor.PlaceReply()
+            reply.waiting.predicted_ttft_ms = answer.predicted_ttft_ms
+            await context.write(reply)
+            bound = await coming
+        except NoPath as e:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
+        finally:
+            if self._late.close(asked.request, coming) and (coming.cancelled() or not coming.done()):
+                self.conductor.withdraw(asked.request, self._clock())
+        await self._answer(asked, bound, context)
+
+    async def _answer(self, asked: PlaceRequest, answer: Placement | Refusal, context: grpc.aio.ServicerContext) -> None:
         reply = pb.conductor.PlaceReply()
         if isinstance(answer, Placement):
             to_wire(answer, reply.placement)
-        elif isinstance(answer, Refusal):
+        else:
             to_wire(answer, reply.refusal)
-        return reply
+        try:
+            await context.write(reply)
+        except asyncio.CancelledError:
+            if isinstance(answer, Placement):  # the caller has left: nobody will use it, nor say so
+                done = Finished(asked.request, asked.attempt, answer.booking, outcome=Reason.CANCELLED)
+                self._act(self.conductor.finished(done, self._clock()))
+            raise
 
     async def Finished(self, request: pb.conductor.FinishedRequest, context: grpc.aio.ServicerContext) -> pb.types.Empty:
-        self.conductor.finished(from_wire(request, Finished), self._clock())
+        self._act(self.conductor.finished(from_wire(request, Finished), self._clock()))
+        return pb.types.Empty()
+
+    async def Alive(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         return pb.types.Empty()
 
     async def Report(self, request: pb.types.WorkerReport, context: grpc.aio.ServicerContext) -> pb.types.Empty:
-        now = self._clock()
         try:
             report = from_wire(request, WorkerReport)
             events = [_device_events(frame, report) for frame in report.g1_frames]
         except InvalidRequest as e:
             await _refuse(context, e)
-        self.conductor.observe(report, now)
-        for event in events:
-            self.conductor.observe(event, now)
+        for event in (report, *events):
+            self._observe(event)
         return pb.types.Empty()
 
     async def Explain(
@@ -115,6 +190,15 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         if told is None:
             return pb.conductor.ExplainReply(found=False)
         return pb.conductor.ExplainReply(found=True, json=json.dumps({"conductor": self._member.id, **told}))
+
+
+def _conductor(config: Config) -> Conductor:
+    scheduler = config.scheduler
+    return Conductor(
+        booking_s=config.timing.request_budget_ms / 1e3,
+        log_limit=scheduler.log_limit,
+        max_waiting=scheduler.max_waiting,
+    )
 
 
 def _checked(request: PlaceRequest) -> PlaceRequest:

@@ -101,6 +101,21 @@ class GatewayConfig(_Values):
     drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
 
 
+class SchedulerConfig(_Values):
+    policy: str = Field("moonpool", description="placement policy: moonpool, algorithm1, local_min_ttft, random, ...")
+    policy_settings: dict[str, float] = Field(default_factory=dict, description="the policy's own numbers, by name")
+    admission: str = Field("moonpool", description="what refuses: moonpool, early_predicted, early, baseline or none")
+    admission_settings: dict[str, float] = Field(default_factory=dict, description="the admission's own numbers, by name")
+    max_waiting: int = Field(1_024, ge=1, description="requests in a conductor's queue; more are refused")
+    order: Literal["fifo", "shortest"] = Field("fifo", description="which prompt in a prefill worker's queue goes first")
+    age_weight: float = Field(0.1, ge=0, description="shortest: seconds of predicted work that one of waiting outweighs")
+    wait_cap_ms: int = Field(0, ge=0, description="shortest: who waits longer goes before the younger ones; 0: no cap")
+    log_limit: int = Field(10_000, ge=1, description="decisions that a conductor remembers for `moonpool explain`")
+    record_limit: int = Field(50_000, ge=1, description="events and requests that it remembers for `explain --record`")
+    moves_at_once: int = Field(2, ge=0, description="copies and prefetches under way on a conductor's word; 0: none")
+    seed: int = Field(0, ge=0, description="of random draws")
+
+
 class NodeConfig(_Values):
     """One node of a local cluster and how many of each role it runs (a store node is always there)."""
 
@@ -133,6 +148,7 @@ class Config(_Values):
     transfer: TransferConfig = TransferConfig()
     timing: TimingConfig = TimingConfig()
     gateway: GatewayConfig = GatewayConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property

@@ -44,7 +44,8 @@ def predict(asked: Asked, choice: Choice, wait_s: float | None = None) -> Option
     if plan.source is not None and plan.until > plan.local + plan.front:
         size = (plan.until - plan.local - plan.front) * board.block_bytes
         transfer = float(asked.links.seconds(plan.source, size, (board.workers[row].member.node,))[0])
-    begin, end = plan.local * prompt.block_tokens, min(plan.until * prompt.block_tokens, prompt.tokens - 1)
+    end = min(plan.until * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
+    begin = min(plan.local * prompt.block_tokens, end)
     middle = min((plan.local + plan.front) * prompt.block_tokens, end)
     a, b, c, d = (float(x) for x in board.prefill_fit[:, row])
     front = b * (middle - begin) + c * (middle * middle - begin * begin)

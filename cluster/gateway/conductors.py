@@ -1,5 +1,7 @@
 """The gateway's conductors: ask one, fail over to the next, tell the one that placed how it went.
 
+A conductor has ``timing.place_timeout_ms`` for its first word. Where that is "waiting", the call stays open for as long as
+the request lives, under a vigil: a conductor that is lost meanwhile is passed over within two seconds.
 With none reachable a request waits, bounded in number by the gateway's own limit and in time by
 ``timing.conductor_wait_ms``, and is then refused with NoPath.
 """
@@ -13,8 +15,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from moonpool.cluster.gateway.vigil import Vigils
 from moonpool.core.config import TimingConfig
-from moonpool.core.errors import Bug, Failure, NoPath, Reason
+from moonpool.core.errors import Bug, DeadlinePassed, Failure, NoPath, Reason
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, MemberChange, Peers
 from moonpool.core.placement import Finished, Placement, PlaceRequest
@@ -36,40 +39,32 @@ class Conductors:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._preferred = ""  # the address that answered last
+        self._vigils = Vigils(self._stub, timing.place_timeout_ms / 1000)
         self._unsubscribe = peers.subscribe(self._on_change)
         self.waiting = 0  # requests asking or waiting for a conductor
+        self.passed_over = 0  # times that a conductor said nothing in time, or was lost
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait in a conductor's queue."""
+        return self._vigils.waiting
 
     def _on_change(self, change: MemberChange) -> None:
         if change.member.role is Role.CONDUCTOR:
             self._changed.set()
+            self._vigils.on_change(change)
 
     async def place(self, request: PlaceRequest, *, deadline: float) -> tuple[Placement, str]:
         """The placement and the address of who gave it. ``deadline`` is in seconds of the event loop's clock.
 
-        Raises what the conductor refuses with, NoPath where none answers in time.
+        Raises what the conductor refuses with, NoPath where none answers in time, DeadlinePassed where the request still
+        waits for a worker when its time is over.
         """
-        loop = asyncio.get_running_loop()
-        give_up = min(deadline, loop.time() + self._timing.conductor_wait_ms / 1000)
         message = to_wire(request, pb.conductor.PlaceRequest())
         asked: set[str] = set()
         self.waiting += 1
         try:
-            while True:
-                self._changed.clear()
-                for member in self._in_order():
-                    asked.add(member.address)
-                    left = give_up - loop.time()
-                    reply = await self._ask(member, message, min(left, self._timing.place_timeout_ms / 1000))
-                    if reply is not None:
-                        self._preferred = member.address
-                        return _placement(reply), member.address
-                left = give_up - loop.time()
-                if left <= 0:
-                    raise NoPath(
-                        f"conductor: none answered within {self._timing.conductor_wait_ms} ms; start one, or try again later",
-                        retry_after_s=RETRY_AFTER_S,
-                    )
-                await self._wait_for_change(min(left, _ASK_AGAIN_S))
+            return await self._place(message, asked, deadline)
         except asyncio.CancelledError:
             for address in asked:  # it may have booked what nobody will use
                 self.tell(address, Finished(request.request, request.attempt, booking=0, outcome=Reason.CANCELLED))
@@ -77,19 +72,48 @@ class Conductors:
         finally:
             self.waiting -= 1
 
+    async def _place(self, message: pb.conductor.PlaceRequest, asked: set[str], deadline: float) -> tuple[Placement, str]:
+        loop = asyncio.get_running_loop()
+        wait_s = self._timing.conductor_wait_ms / 1000
+        give_up = min(deadline, loop.time() + wait_s)
+        while True:
+            self._changed.clear()
+            for member in self._in_order():
+                asked.add(member.address)
+                question = _Question(self._stub(member.address), message, deadline)
+                first_s = min(give_up - loop.time(), self._timing.place_timeout_ms / 1000)
+                reply = await self._answer(member, question, first_s)
+                if reply is not None:
+                    self._preferred = member.address
+                    return _placement(reply), member.address
+                self.passed_over += 1
+                if question.waited:  # it was answered until now: what is left of its patience starts anew
+                    give_up = min(deadline, loop.time() + wait_s)
+            left = give_up - loop.time()
+            if left <= 0:
+                raise NoPath(
+                    f"conductor: none answered within {self._timing.conductor_wait_ms} ms; start one, or try again later",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            await self._wait_for_change(min(left, _ASK_AGAIN_S))
+
     def _in_order(self) -> list[Member]:
         live = [m for m in self._peers.live(Role.CONDUCTOR) if m.ready]
         return sorted(live, key=lambda m: m.address != self._preferred)
 
-    async def _ask(self, member: Member, message: pb.conductor.PlaceRequest, timeout: float) -> pb.conductor.PlaceReply | None:
-        """None: it is down, try the next one."""
-        stub = pb.conductor_rpc.ConductorStub(self._channel(member.address))
+    async def _answer(self, member: Member, question: _Question, first_s: float) -> pb.conductor.PlaceReply | None:
+        """None: it is down, or lost while the request waited there; try the next one."""
         try:
-            reply: pb.conductor.PlaceReply = await stub.Place(message, timeout=max(timeout, 0.001))
+            reply = await question.first(first_s)
+            if reply is not None and reply.WhichOneof("kind") == "waiting":
+                with self._vigils.over(member) as lost:
+                    reply = await question.later(lost)
         except grpc.aio.AioRpcError as e:
             if e.code() in _DOWN:
                 return None
             raise Bug(f"conductor {member.id}: {e.code().name.lower()}: {e.details()}") from e
+        finally:
+            question.end()
         return reply
 
     async def _wait_for_change(self, seconds: float) -> None:
@@ -98,6 +122,9 @@ class Conductors:
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+    def _stub(self, address: str) -> Any:
+        return pb.conductor_rpc.ConductorStub(self._channel(address))
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
@@ -118,7 +145,7 @@ class Conductors:
 
     async def _tell(self, address: str, message: pb.conductor.FinishedRequest) -> None:
         try:
-            await pb.conductor_rpc.ConductorStub(self._channel(address)).Finished(message, timeout=_FINISHED_TIMEOUT_S)
+            await self._stub(address).Finished(message, timeout=_FINISHED_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             pass
 
@@ -133,6 +160,56 @@ class Conductors:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for channel in self._channels.values():
             await channel.close()
+
+
+class _Question:
+    """One open ``Place`` call."""
+
+    def __init__(self, stub: Any, message: pb.conductor.PlaceRequest, deadline: float) -> None:
+        self._deadline = deadline
+        self._now = asyncio.get_running_loop().time
+        self._call = stub.Place(message, timeout=max(deadline - self._now(), 0.001))
+        self.waited = False
+
+    async def first(self, seconds: float) -> pb.conductor.PlaceReply | None:
+        """Its first word; None where it says nothing for ``seconds``. AioRpcError where the call breaks."""
+        try:
+            async with asyncio.timeout(max(seconds, 0.001)):
+                return await self._read()
+        except TimeoutError:
+            return None
+
+    async def later(self, lost: asyncio.Event) -> pb.conductor.PlaceReply | None:
+        """The answer that was announced; None once the conductor is ``lost``. DeadlinePassed at the request's end."""
+        self.waited = True
+        reading, losing = asyncio.ensure_future(self._read()), asyncio.ensure_future(lost.wait())
+        try:
+            left = max(self._deadline - self._now(), 0.0)
+            await asyncio.wait({reading, losing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and (self._now() < self._deadline or reading.exception() is None):
+                return reading.result()
+            if losing.done():
+                return None
+            raise DeadlinePassed("request: its time was over before a worker was free for it; try again later")
+        finally:
+            for task in (reading, losing):
+                task.cancel()
+            await asyncio.gather(reading, losing, return_exceptions=True)
+
+    async def _read(self) -> pb.conductor.PlaceReply | None:
+        """After the answer the end of the call is read, too: cancelling it earlier would take the answer back."""
+        reply = await self._call.read()
+        if reply is grpc.aio.EOF:
+            await self._call.code()
+            return None
+        answer: pb.conductor.PlaceReply = reply
+        if answer.WhichOneof("kind") != "waiting":
+            await self._call.code()
+        return answer
+
+    def end(self) -> None:
+        """A no-op once it was answered."""
+        self._call.cancel()
 
 
 async def _close(channel: grpc.aio.Channel) -> None:

@@ -1,4 +1,4 @@
-"""The calls between store nodes that make copies, as a part of the node's gRPC face."""
+"""The calls between store nodes and of conductors that move copies, as a part of the node's gRPC face."""
 
 from __future__ import annotations
 
@@ -40,6 +40,28 @@ class ReplicationCalls:
         except MoonpoolError as e:
             await abort(context, e)
         return pb.store.ReplicateReply(blocks=blocks, bytes=moved.bytes, carrier=moved.carrier)
+
+    async def Warm(self, request: pb.store.WarmRequest, context: Any) -> pb.store.ReplicateReply:
+        """``blocks`` lead here, in any tier; ``bytes`` came up: fewer where room or time lack."""
+        pool = self._node.pool
+        try:
+            layout = from_wire(request.layout, KVLayout)
+            pool.register(layout)
+            keys, deadline_s = checked_keys(request.keys), checked_deadline(request.deadline_ms) / 1e3
+            use = checked_use(from_wire(request.use, Use))
+            below = len(pool.on_ssd(keys))
+            await self._node.bring(layout, keys, use, deadline_s)
+        except MoonpoolError as e:
+            await abort(context, e)
+        came = max(below - len(pool.on_ssd(keys)), 0)
+        return pb.store.ReplicateReply(blocks=pool.lookup(keys), bytes=came * layout.slot_bytes)
+
+    async def Cool(self, request: pb.store.KeysRequest, context: Any) -> pb.store.CoolReply:
+        try:
+            keys = checked_keys(request.keys)
+        except MoonpoolError as e:
+            await abort(context, e)
+        return pb.store.CoolReply(blocks=self._node.pool.cool(keys, self._node.clock()))
 
     async def Exists(self, request: pb.store.KeysRequest, context: Any) -> pb.store.ExistsReply:
         try:

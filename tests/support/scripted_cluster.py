@@ -122,23 +122,41 @@ class ScriptedDecode(pb.decode_rpc.DecodeServicer):
 
 
 class ScriptedConductor(pb.conductor_rpc.ConductorServicer):
-    """Answers with ``decide(request)``: a placement, a failure, or None to never answer."""
+    """Answers with ``decide(request)``: a placement, a failure, None to never answer, or an event to wait for first."""
 
-    def __init__(self, decide: Callable[[PlaceRequest], Placement | Failure | None]) -> None:
+    def __init__(self, decide: Callable[[PlaceRequest], Placement | Failure | asyncio.Event | None]) -> None:
         self.decide = decide
         self.placed: list[PlaceRequest] = []
         self.finished: asyncio.Queue[Finished] = asyncio.Queue()
+        self.taken_back: asyncio.Queue[str] = asyncio.Queue()  # requests whose callers left while they waited
+        self.alive = asyncio.Event()  # cleared, it answers no question whether it is alive
+        self.alive.set()
+        self.asked_alive = 0
 
-    async def Place(self, request: Any, context: Any) -> pb.conductor.PlaceReply:
+    async def Place(self, request: Any, context: Any) -> None:
         asked = from_wire(request, PlaceRequest)
         self.placed.append(asked)
         answer = self.decide(asked)
         if answer is None:
             await asyncio.Event().wait()
+        while isinstance(answer, asyncio.Event):
+            await context.write(pb.conductor.PlaceReply(waiting=pb.conductor.PlaceWaiting()))
+            try:
+                await answer.wait()
+            except asyncio.CancelledError:
+                self.taken_back.put_nowait(asked.request)
+                raise
+            answer = self.decide(asked)
         if isinstance(answer, Failure):
-            return pb.conductor.PlaceReply(refusal=to_wire(answer, pb.types.Error()))
-        assert answer is not None
-        return pb.conductor.PlaceReply(placement=to_wire(answer, pb.types.Placement()))
+            await context.write(pb.conductor.PlaceReply(refusal=to_wire(answer, pb.types.Error())))
+        else:
+            assert answer is not None
+            await context.write(pb.conductor.PlaceReply(placement=to_wire(answer, pb.types.Placement())))
+
+    async def Alive(self, request: Any, context: Any) -> pb.types.Empty:
+        self.asked_alive += 1
+        await self.alive.wait()
+        return pb.types.Empty()
 
     async def Finished(self, request: Any, context: Any) -> pb.types.Empty:
         await self.finished.put(from_wire(request, Finished))

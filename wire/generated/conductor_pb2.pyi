@@ -75,23 +75,44 @@ class PlaceReply(message.Message):
 
     PLACEMENT_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
     @builtins.property
     def placement(self) -> types_pb2.Placement: ...
     @builtins.property
     def refusal(self) -> types_pb2.Error: ...
+    @builtins.property
+    def waiting(self) -> PlaceWaiting: ...
     def __init__(
         self,
         *,
         placement: types_pb2.Placement | None = ...,
         refusal: types_pb2.Error | None = ...,
+        waiting: PlaceWaiting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "placement", b"placement", "refusal", b"refusal"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "placement", b"placement", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["kind", b"kind", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["placement", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["placement", "refusal", "waiting"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+@typing.final
+class PlaceWaiting(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    PREDICTED_TTFT_MS_FIELD_NUMBER: builtins.int
+    predicted_ttft_ms: builtins.float
+    def __init__(
+        self,
+        *,
+        predicted_ttft_ms: builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class FinishedRequest(message.Message):
@@ -136,15 +157,19 @@ class ExplainRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: builtins.int
+    LAST_FIELD_NUMBER: builtins.int
     request: builtins.str
+    last: builtins.int
+    """without a request: so many of the newest decisions"""
     def __init__(
         self,
         *,
         request: builtins.str = ...,
+        last: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["last", b"last", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -165,5 +190,58 @@ class ExplainReply(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["found", b"found", "json", b"json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class RecordRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: builtins.int
+    last: builtins.int
+    """so many of the newest entries; 0: all"""
+    def __init__(
+        self,
+        *,
+        last: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class RecordPart(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: builtins.int
+    lines: builtins.bytes
+    """whole lines of JSON"""
+    def __init__(
+        self,
+        *,
+        lines: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["lines", b"lines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class RebalanceReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    JSON_FIELD_NUMBER: builtins.int
+    json: builtins.str
+    def __init__(
+        self,
+        *,
+        json: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["json", b"json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -35,7 +35,7 @@ class ConductorStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Place = channel.unary_unary(
+        self.Place = channel.unary_stream(
                 '/moonpool.v1.Conductor/Place',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.PlaceRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.PlaceReply.FromString,
@@ -55,13 +55,29 @@ class ConductorStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Alive = channel.unary_unary(
+                '/moonpool.v1.Conductor/Alive',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/moonpool.v1.Conductor/Rebalance',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/moonpool.v1.Conductor/Record',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordPart.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Place(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """One answer, after it `waiting` where the request waits for a worker first. Ending the call takes the request back.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -84,10 +100,31 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Alive(self, request, context):
+        """asked by gateways whose requests wait here
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rebalance(self, request, context):
+        """the split of roles it would go to, and why
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Record(self, request, context):
+        """what it heard and was asked, for counterfactual replay
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Place': grpc.unary_unary_rpc_method_handler(
+            'Place': grpc.unary_stream_rpc_method_handler(
                     servicer.Place,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.PlaceRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.PlaceReply.SerializeToString,
@@ -106,6 +143,21 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainReply.SerializeToString,
+            ),
+            'Alive': grpc.unary_unary_rpc_method_handler(
+                    servicer.Alive,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordPart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,7 +181,7 @@ class Conductor:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/moonpool.v1.Conductor/Place',
@@ -216,6 +268,87 @@ class Conductor:
             '/moonpool.v1.Conductor/Explain',
             moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_conductor__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Alive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Alive',
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Rebalance',
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/moonpool.v1.Conductor/Record',
+            moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_conductor__pb2.RecordPart.FromString,
             options,
             channel_credentials,
             insecure,

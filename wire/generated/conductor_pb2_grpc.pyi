@@ -32,18 +32,32 @@ class ConductorStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ConductorAsyncStub: ...
-    Place: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]
+    Place: _grpc.UnaryStreamMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]
+    """One answer, after it `waiting` where the request waits for a worker first. Ending the call takes the request back."""
     Finished: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.FinishedRequest, _types_pb2.Empty]
     Report: _grpc.UnaryUnaryMultiCallable[_types_pb2.WorkerReport, _types_pb2.Empty]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]
+    Alive: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
+    """asked by gateways whose requests wait here"""
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _conductor_pb2.RebalanceReply]
+    """the split of roles it would go to, and why"""
+    Record: _grpc.UnaryStreamMultiCallable[_conductor_pb2.RecordRequest, _conductor_pb2.RecordPart]
+    """what it heard and was asked, for counterfactual replay"""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Place: _aio.UnaryUnaryMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]  # type: ignore[assignment]
+    Place: _aio.UnaryStreamMultiCallable[_conductor_pb2.PlaceRequest, _conductor_pb2.PlaceReply]  # type: ignore[assignment]
+    """One answer, after it `waiting` where the request waits for a worker first. Ending the call takes the request back."""
     Finished: _aio.UnaryUnaryMultiCallable[_conductor_pb2.FinishedRequest, _types_pb2.Empty]  # type: ignore[assignment]
     Report: _aio.UnaryUnaryMultiCallable[_types_pb2.WorkerReport, _types_pb2.Empty]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]  # type: ignore[assignment]
+    Alive: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
+    """asked by gateways whose requests wait here"""
+    Rebalance: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _conductor_pb2.RebalanceReply]  # type: ignore[assignment]
+    """the split of roles it would go to, and why"""
+    Record: _aio.UnaryStreamMultiCallable[_conductor_pb2.RecordRequest, _conductor_pb2.RecordPart]  # type: ignore[assignment]
+    """what it heard and was asked, for counterfactual replay"""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -51,7 +65,8 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _conductor_pb2.PlaceRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_conductor_pb2.PlaceReply, _abc.Awaitable[_conductor_pb2.PlaceReply]]: ...
+    ) -> _typing.Union[_abc.Iterator[_conductor_pb2.PlaceReply], _abc.AsyncIterator[_conductor_pb2.PlaceReply]]:
+        """One answer, after it `waiting` where the request waits for a worker first. Ending the call takes the request back."""
 
     @_abc_1.abstractmethod
     def Finished(
@@ -73,5 +88,29 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ExplainReply, _abc.Awaitable[_conductor_pb2.ExplainReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Alive(
+        self,
+        request: _types_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
+        """asked by gateways whose requests wait here"""
+
+    @_abc_1.abstractmethod
+    def Rebalance(
+        self,
+        request: _types_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.RebalanceReply, _abc.Awaitable[_conductor_pb2.RebalanceReply]]:
+        """the split of roles it would go to, and why"""
+
+    @_abc_1.abstractmethod
+    def Record(
+        self,
+        request: _conductor_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_conductor_pb2.RecordPart], _abc.AsyncIterator[_conductor_pb2.RecordPart]]:
+        """what it heard and was asked, for counterfactual replay"""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

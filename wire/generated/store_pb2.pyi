@@ -765,6 +765,52 @@ class ExistsReply(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class WarmRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: builtins.int
+    LAYOUT_FIELD_NUMBER: builtins.int
+    DEADLINE_MS_FIELD_NUMBER: builtins.int
+    USE_FIELD_NUMBER: builtins.int
+    deadline_ms: builtins.int
+    @builtins.property
+    def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @builtins.property
+    def layout(self) -> types_pb2.KVLayout: ...
+    @builtins.property
+    def use(self) -> types_pb2.Use: ...
+    def __init__(
+        self,
+        *,
+        keys: abc.Iterable[builtins.bytes] | None = ...,
+        layout: types_pb2.KVLayout | None = ...,
+        deadline_ms: builtins.int = ...,
+        use: types_pb2.Use | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "use", b"use"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class CoolReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: builtins.int
+    blocks: builtins.int
+    def __init__(
+        self,
+        *,
+        blocks: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class MoveOutRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

@@ -130,6 +130,16 @@ class StoreStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/moonpool.v1.Store/Warm',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.WarmRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.FromString,
+                _registered_method=True)
+        self.Cool = channel.unary_unary(
+                '/moonpool.v1.Store/Cool',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.CoolReply.FromString,
+                _registered_method=True)
         self.MoveOut = channel.unary_unary(
                 '/moonpool.v1.Store/MoveOut',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.MoveOutRequest.SerializeToString,
@@ -296,6 +306,20 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """bring leading blocks from lower tiers of this node into DRAM
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cool(self, request, context):
+        """another node took them over: evict the copies here first
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MoveOut(self, request, context):
         """before leaving: take nothing new, copy out what nobody else holds
         """
@@ -433,6 +457,16 @@ def add_StoreServicer_to_server(servicer, server):
                     servicer.Paths,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.WarmRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.SerializeToString,
+            ),
+            'Cool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cool,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_store__pb2.CoolReply.SerializeToString,
             ),
             'MoveOut': grpc.unary_unary_rpc_method_handler(
                     servicer.MoveOut,
@@ -978,6 +1012,60 @@ class Store:
             '/moonpool.v1.Store/Paths',
             moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_store__pb2.PathsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Warm',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.WarmRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.ReplicateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Store/Cool',
+            moonpool_dot_wire_dot_generated_dot_store__pb2.KeysRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_store__pb2.CoolReply.FromString,
             options,
             channel_credentials,
             insecure,

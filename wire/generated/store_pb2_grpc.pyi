@@ -69,6 +69,10 @@ class StoreStub:
     """each key for itself, in any tier; pins nothing"""
     Paths: _grpc.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.PathsReply]
     """the blocks that lead to each key, for who knows only the last; pins nothing"""
+    Warm: _grpc.UnaryUnaryMultiCallable[_store_pb2.WarmRequest, _store_pb2.ReplicateReply]
+    """bring leading blocks from lower tiers of this node into DRAM"""
+    Cool: _grpc.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.CoolReply]
+    """another node took them over: evict the copies here first"""
     MoveOut: _grpc.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]
     """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _grpc.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]
@@ -120,6 +124,10 @@ class StoreAsyncStub(StoreStub):
     """each key for itself, in any tier; pins nothing"""
     Paths: _aio.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.PathsReply]  # type: ignore[assignment]
     """the blocks that lead to each key, for who knows only the last; pins nothing"""
+    Warm: _aio.UnaryUnaryMultiCallable[_store_pb2.WarmRequest, _store_pb2.ReplicateReply]  # type: ignore[assignment]
+    """bring leading blocks from lower tiers of this node into DRAM"""
+    Cool: _aio.UnaryUnaryMultiCallable[_store_pb2.KeysRequest, _store_pb2.CoolReply]  # type: ignore[assignment]
+    """another node took them over: evict the copies here first"""
     MoveOut: _aio.UnaryUnaryMultiCallable[_store_pb2.MoveOutRequest, _store_pb2.MoveOutReply]  # type: ignore[assignment]
     """before leaving: take nothing new, copy out what nobody else holds"""
     Endpoint: _aio.UnaryUnaryMultiCallable[_store_pb2.EndpointRequest, _store_pb2.EndpointReply]  # type: ignore[assignment]
@@ -282,6 +290,22 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.PathsReply, _abc.Awaitable[_store_pb2.PathsReply]]:
         """the blocks that lead to each key, for who knows only the last; pins nothing"""
+
+    @_abc_1.abstractmethod
+    def Warm(
+        self,
+        request: _store_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ReplicateReply, _abc.Awaitable[_store_pb2.ReplicateReply]]:
+        """bring leading blocks from lower tiers of this node into DRAM"""
+
+    @_abc_1.abstractmethod
+    def Cool(
+        self,
+        request: _store_pb2.KeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.CoolReply, _abc.Awaitable[_store_pb2.CoolReply]]:
+        """another node took them over: evict the copies here first"""
 
     @_abc_1.abstractmethod
     def MoveOut(

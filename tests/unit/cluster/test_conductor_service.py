@@ -97,8 +97,9 @@ class Bench:
         return reply.refusal
 
     async def _ask(self, request: PlaceRequest) -> pb.conductor.PlaceReply:
-        reply: pb.conductor.PlaceReply = await self.stub.Place(to_wire(request, pb.conductor.PlaceRequest()))
-        return reply
+        (reply,) = [one async for one in self.stub.Place(to_wire(request, pb.conductor.PlaceRequest()))]
+        answer: pb.conductor.PlaceReply = reply
+        return answer
 
     async def report(self, **values: object) -> None:
         report = WorkerReport(MemberId("prefill-0"), LIFE, **values)  # type: ignore[arg-type]
@@ -297,7 +298,7 @@ async def test_finished_releases_the_booking_and_explain_tells_the_story() -> No
 async def test_a_malformed_request_is_refused_by_field(request_: pb.conductor.PlaceRequest, named: str) -> None:
     async with bench("a") as b:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await b.stub.Place(request_)
+            await b.stub.Place(request_).read()
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert named in (caught.value.details() or "")
 
