@@ -102,6 +102,8 @@ class Gateway:
             "requests_in_flight": float(self._endpoints.in_flight),
             "decode_streams": float(len(self._streams)),
             "placing": float(self._conductors.waiting),
+            "waiting_at_conductors": float(self._conductors.queued),
+            "conductors_passed_over": float(self._conductors.passed_over),
             "connections": float(len(self._server.server_state.connections)),
         }
 
