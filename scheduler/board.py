@@ -44,9 +44,7 @@ class Worker:
 
     def prompt_left(self, attempt: LiveAttempt) -> int:
         """Prompt tokens this worker still has to compute for ``attempt``."""
-        if self.member.role is Role.PREFILL:
-            return attempt.remaining_tokens
-        return attempt.prompt_left if self.member.role is Role.BOTH else 0
+        return attempt.remaining_tokens if self.member.role is Role.PREFILL else attempt.prompt_left
 
     def take(self, report: WorkerReport, block_tokens: int) -> None:
         self.attempts = report.attempts
@@ -88,6 +86,7 @@ class Board:
         self.workers = sorted(workers, key=lambda w: w.member.id)
         self.row: dict[MemberId, int] = {w.member.id: i for i, w in enumerate(self.workers)}
         self.names = tuple(w.member.id for w in self.workers)
+        self.nodes = tuple(w.member.node for w in self.workers)
         n = len(self.workers)
         self.numbers: Ints = np.arange(n)
         roles = [w.member.role for w in self.workers]
@@ -104,6 +103,7 @@ class Board:
         self.batch: Ints = np.zeros(n, np.int64)  # sequences a decode worker holds or will
         self.context: Ints = np.zeros(n, np.int64)  # their tokens
         self.room: Ints = np.zeros(n, np.int64)  # tokens of free pages
+        self.to_compute: Ints = np.zeros(n, np.int64)  # prompt tokens reported or booked and not computed yet
         self.last_chosen: Ints = np.zeros(n, np.int64)
         self.prefill_fit: Floats = np.zeros((4, n))
         self.prefill_spread: Floats = np.zeros(n)
@@ -124,6 +124,7 @@ class Board:
             self.batch[i] = len(worker.attempts) + coming.sequences
             self.context[i] = sum(a.prompt_tokens for a in worker.attempts) + coming.context_tokens
             self.load[i] = self.batch[i]
+        self.to_compute[i] = sum(worker.prompt_left(a) for a in worker.attempts) + coming.prefill_tokens
         self.room[i] = worker.free_tokens - coming.context_tokens
         self.last_chosen[i] = worker.last_chosen
 

@@ -192,6 +192,8 @@ class View:
     def _fits(self, worker: Worker) -> tuple[Fit, Fit]:
         """Prefill and step time: the worker's own where it has measured enough, else its role's."""
         prefill, step = self._of_role[worker.member.role]
+        if worker.member.role is Role.DECODE and not prefill.fit.sure:
+            prefill = self._of_role[Role.PREFILL][0]  # decode workers compute few prompts, on machines like theirs
         return (
             worker.prefill.fit if worker.prefill.fit.sure else prefill.fit,
             worker.step.fit if worker.step.fit.sure else step.fit,
