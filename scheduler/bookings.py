@@ -49,6 +49,7 @@ class Coming:
     """What is booked on one worker and not in its reports yet."""
 
     prefill_s: float = 0.0
+    prefill_tokens: int = 0
     jobs: int = 0
     sequences: int = 0
     context_tokens: int = 0
@@ -94,6 +95,7 @@ class Ledger:
         for booking in self._by_worker.get(worker, {}).values():
             if booking.prefill == worker and booking.at_prefill is End.COMING:
                 total.prefill_s += booking.prefill_s
+                total.prefill_tokens += booking.prompt_tokens - booking.cached_tokens
                 total.jobs += 1
             if booking.decode == worker and booking.at_decode is End.COMING:
                 total.sequences += 1

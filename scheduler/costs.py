@@ -121,11 +121,8 @@ def score_prefill(
     covered[1] = covered[0]
     if fetch:
         np.maximum(covered[0], held.anywhere, out=covered[1], where=pooled)
-    cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
-    a, b, c, d = board.prefill_fit
-    computed = prompt.tokens - cached
-    cost = a + computed * (b + c * (prompt.tokens + cached))  # n^2 - p^2 = (n - p)(n + p)
-    cost += d * prompt.block_tokens * (covered - held.own)
+    cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)
+    cost = work_seconds(board, prompt, covered, held.own)
     fetches = cost.argmin(axis=0)  # of equal prices the one that moves less
     rows = board.numbers
     table = np.empty((6, len(rows)))
@@ -144,13 +141,26 @@ def score_decode(board: Board, prompt: Prompt) -> DecodeScores:
     return DecodeScores(tbt, board.room >= prompt.tokens)
 
 
-def least(value: Floats, rows: Bools, board: Board) -> int | None:
-    """The row of the smallest value; among equals the least booked one, then the one chosen longest ago."""
+def work_seconds(board: Board, prompt: Prompt, covered: Ints, own: Ints) -> Floats:
+    """Per row: seconds of prefill with ``covered`` leading blocks not computed, those beyond ``own`` loaded. The last prompt
+    token is always computed."""
+    cached = np.minimum(covered * prompt.block_tokens, prompt.tokens - 1)
+    a, b, c, d = board.prefill_fit
+    cost: Floats = a + (prompt.tokens - cached) * (b + c * (prompt.tokens + cached))  # n^2 - p^2 = (n - p)(n + p)
+    cost += d * prompt.block_tokens * (covered - own)
+    return cost
+
+
+def least(value: Floats, rows: Bools, board: Board, *, tie: float = TIE) -> int | None:
+    """The row of the smallest value; among equals the least booked one, then the one chosen longest ago.
+
+    Values within ``tie`` of each other, relatively, are equal; so are, unless that is 0, those within a millisecond.
+    """
     masked = np.where(rows, value, np.inf)
     best = masked.min() if len(masked) else np.inf
     if best == np.inf:
         return None
-    (tied,) = (masked <= best * (1.0 + TIE) + TIE_S).nonzero()
+    (tied,) = (masked <= best * (1.0 + tie) + (TIE_S if tie else 0.0)).nonzero()
     if len(tied) == 1:
         return int(tied[0])
     return int(tied[np.lexsort((tied, board.last_chosen[tied], board.load[tied]))[0]])
