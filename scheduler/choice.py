@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.core.ids import MemberId
+from moonpool.core.placement import Placement, Source
 from moonpool.scheduler.costs import Plan, least, step_at
 from moonpool.scheduler.policy import Asked, Choice
 
@@ -33,6 +35,16 @@ class Option:
     cached_tokens: int  # not to be computed
     ttft: Prediction
     tbt: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """An option by the names of its workers, which outlast the board. ``until``: leading blocks not computed."""
+
+    prefill: MemberId
+    decode: MemberId
+    until: int
+    option: Option
 
 
 def predict(asked: Asked, choice: Choice, wait_s: float | None = None) -> Option:
@@ -84,3 +96,16 @@ def decoder_for(asked: Asked, prefill: int) -> int | None:
     scores = asked.decode
     found = least(scores.tbt, usable.decodes & scores.roomy, board)
     return found if found is not None else least(scores.tbt, usable.decodes, board)
+
+
+def choice_of(placed: Placement, asked: Asked) -> Choice | None:
+    """The choice that led to ``placed``; None where one of its workers is not on the board."""
+    row, partner = (asked.board.row.get(ref.id) for ref in (placed.prefill, placed.decode))
+    if row is None or partner is None:
+        return None
+    node = asked.board.workers[row].member.node
+    taken = [part for part in placed.segments if part.source is not Source.RECOMPUTE]
+    until = max((part.first + part.count for part in taken), default=0)
+    far = next((part for part in taken if part.source is Source.FETCH and part.node not in (None, node)), None)
+    front = 0 if far is None else far.first - min(asked.local_blocks(row), far.first)
+    return Choice(row, partner, until, None if far is None else far.node, front, far is not None and far.move)

@@ -14,16 +14,16 @@ import numpy as np
 
 from moonpool.core.errors import Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
-from moonpool.core.ids import Incarnation, NodeId
-from moonpool.core.membership import MemberChange, WorkerReport
+from moonpool.core.ids import Incarnation, NodeId, Role
+from moonpool.core.membership import Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.actions import Action, Bound, Resync
+from moonpool.scheduler.actions import Action, Bound, Resync, SwitchRole
 from moonpool.scheduler.admission.certain import Certain
 from moonpool.scheduler.admission.policy import Admission
 from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
-from moonpool.scheduler.choice import Option, predict
+from moonpool.scheduler.choice import Considered, Option, choice_of, predict
 from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead
@@ -45,6 +45,9 @@ COUNTERS = (
     "event_gaps",
     "cached_tokens_predicted",
     "cached_tokens_actual",
+    "cached_tokens_mispredicted",
+    "ttft_predicted",
+    "ttft_above_prediction",
 )
 MAX_WAITING = 10_000
 FULL_RETRY_S = 1.0
@@ -86,8 +89,12 @@ class Conductor:
         match event:
             case MemberChange():
                 view.on_member(event)
+                if event.member.role is Role.STORE and event.liveness is Liveness.GONE:
+                    self.links.forget(event.member.node)
             case WorkerReport():
                 view.on_report(event, now)
+                for timing in event.links:
+                    self.links.measured(timing, now)
             case EventBatch() | IndexSnapshot():
                 if not view.on_blocks(event):
                     self._out.append(Resync(NodeId(event.holder)))
@@ -99,6 +106,7 @@ class Conductor:
         """An attempt is over, however it ended. Unknown and repeated ones change nothing."""
         self._view.expire(now)
         self._view.release(done.request, done.attempt)
+        self.links.end(done.request)
         self.admission.finished(done, now)
         if self.planner is not None and done.outcome == "ok":
             self.planner.finished(done.output_tokens)
@@ -120,7 +128,8 @@ class Conductor:
 
     def next_at(self) -> float | None:
         """When a prefill worker is about to be free for somebody who waits, or the planner wants to look; None: neither."""
-        times = [] if self.planner is None else [self.planner.next_at()]
+        looks_at = None if self.planner is None else self.planner.next_at()
+        times = [] if looks_at is None else [looks_at]
         board = self._view.board
         looked_at = self._bound_at + self.policy.lookahead_s  # whoever was free by then was not wanted
         rows = (board.split | board.both) & (board.busy_until > looked_at)
@@ -131,6 +140,11 @@ class Conductor:
     def rebalance(self, now: float, *, patient: bool = True) -> Proposal | None:
         """What the planner would do now, with its reasons; None without one."""
         return None if self.planner is None else self.planner.propose(self._view.board, now, patient=patient)
+
+    def switching(self, switch: SwitchRole, now: float) -> None:
+        """Somebody else had a worker begin to switch."""
+        if self.planner is not None:
+            self.planner.began(switch, now)
 
     def take_actions(self) -> list[Action]:
         out, self._out = self._out, []
@@ -148,7 +162,7 @@ class Conductor:
         self._view.release(request.request)
         self._queue.remove(request.request)
         self._asked += 1
-        record = Decision(replace(request, keys=()), len(request.keys), now, overhead_s=self._overhead.seconds)
+        record = self._record(request, now)
         asked = self._ask(request, now)
         self._log.add(record)
         if isinstance(asked, Refusal):
@@ -171,10 +185,31 @@ class Conductor:
             return self._wait(asked, choice, record)
         return self._decide(asked, choice, record, admit=True)
 
+    def consider(self, request: PlaceRequest, policy: Policy, now: float) -> Considered | None:
+        """What ``policy`` would choose now, and what is to be expected of it. Nothing changes. None: it finds nobody."""
+        self._view.expire(now)
+        asked = self._ask(request, now)
+        choice = None if isinstance(asked, Refusal) else policy.choose(asked)
+        return None if choice is None or isinstance(asked, Refusal) else _considered(asked, choice)
+
+    def assume(self, request: PlaceRequest, placed: Placement, now: float) -> Considered | None:
+        """Book what another conductor decided, as far as its workers are known here; what was to be expected of it."""
+        self._view.expire(now)
+        self._view.release(request.request)
+        asked = self._ask(request, now)
+        if isinstance(asked, Refusal):
+            return None
+        choice = choice_of(placed, asked)
+        if choice is None:
+            return None
+        self._book(asked, predict(asked, choice))
+        return _considered(asked, choice)
+
     def withdraw(self, request: str, now: float) -> None:
         """Nobody waits for the answer to ``request`` any more."""
         self._queue.remove(request)
         self._view.release(request)
+        self.links.end(request)
 
     def prefilled(self, request: str, now: float) -> Refusal | None:
         """The prompt of ``request`` is computed and about to join its batch: the admission's last word."""
@@ -195,6 +230,7 @@ class Conductor:
 
     def _ask(self, request: PlaceRequest, now: float) -> Asked | Refusal:
         board = self._view.board
+        self.links.advance(now)
         rows = usable(board, self._view.stores, request)
         if isinstance(rows, Refusal):
             return rows
@@ -226,9 +262,16 @@ class Conductor:
 
     def _note(self, asked: Asked, record: Decision, option: Option) -> None:
         record.option = option
-        record.prefill = prefill_candidates(asked.board, asked.usable, asked.scores, option.prefill)
-        record.decode = decode_candidates(asked.board, asked.usable, asked.decode, option.decode)
+        record.prefill = prefill_candidates(asked, option.prefill)
+        record.decode = decode_candidates(asked, option.decode)
         record.cached_tokens = option.cached_tokens
+        record.waited_s = asked.now - record.at
+        record.deepest, record.holders, record.flows = asked.held.anywhere, asked.held.holders, len(asked.links)
+
+    def _record(self, request: PlaceRequest, at: float) -> Decision:
+        short = replace(request, keys=())
+        names = self.policy.name, self.admission.name
+        return Decision(short, len(request.keys), at, *names, overhead_s=self._overhead.seconds)
 
     def _book(self, asked: Asked, option: Option) -> Placement:
         self._placements += 1
@@ -249,6 +292,10 @@ class Conductor:
                 request.keys,
             )
         )
+        self.links.end(request.request)
+        if option.plan.source is not None and option.transfer_s > 0.0:
+            fetched = option.plan.until - option.plan.local - option.plan.front
+            self.links.begin(request.request, option.plan.source, prefill.node, fetched * board.block_bytes, now)
         return Placement(
             prefill,
             decode,
@@ -322,7 +369,7 @@ class Conductor:
         for decision in reversed(self._log.of(waiting.request.request)):
             if decision.request.attempt == waiting.request.attempt and decision.outcome is None:
                 return decision
-        record = Decision(replace(waiting.request, keys=()), len(waiting.request.keys), waiting.arrived)
+        record = self._record(waiting.request, waiting.arrived)
         self._log.add(record)
         return record
 
@@ -334,12 +381,22 @@ class Conductor:
             return
         self._view.counts["cached_tokens_predicted"] += decision.cached_tokens
         self._view.counts["cached_tokens_actual"] += done.cached_tokens
+        if abs(decision.cached_tokens - done.cached_tokens) >= self._view.block_tokens:
+            self._view.counts["cached_tokens_mispredicted"] += 1
+        if first and option.ttft.sure:
+            self._view.counts["ttft_predicted"] += 1
+            if done.ttft_ms / 1e3 - decision.waited_s > option.ttft.high:
+                self._view.counts["ttft_above_prediction"] += 1
         if first and option.ttft.sure and option.wait_s == 0.0:  # a later attempt's TTFT contains the earlier ones
-            self._overhead.add(done.ttft_ms / 1e3 - (option.ttft.likely - decision.overhead_s))
+            self._overhead.add(done.ttft_ms / 1e3 - decision.waited_s - (option.ttft.likely - decision.overhead_s))
 
     def explain(self, request: str) -> dict[str, Any] | None:
         """Every recorded decision about ``request``, JSON-able; None where none is remembered."""
         return self._log.explain(request)
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """The newest decisions, the oldest of them first, JSON-able."""
+        return [{"request": one.request.request, **one.told()} for one in self._log.newest(count)]
 
     def numbers(self, now: float) -> dict[str, float]:
         """Gauges and counters. ``bookings``, ``waiting`` and ``attempts_reported`` are 0 when the cluster is idle."""
@@ -356,3 +413,8 @@ class Conductor:
 
 def _only(rows: Usable, free: Bools) -> Usable:
     return replace(rows, split=rows.split & free, both=rows.both & free, prefills=rows.prefills & free)
+
+
+def _considered(asked: Asked, choice: Choice) -> Considered:
+    workers = asked.board.workers
+    return Considered(workers[choice.prefill].ref.id, workers[choice.decode].ref.id, choice.until, predict(asked, choice))

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.core.ids import NodeId
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.board import Board, Bools, Floats, Usable
+from moonpool.scheduler.board import Bools, Floats
 from moonpool.scheduler.choice import Option
-from moonpool.scheduler.costs import DecodeScores, PrefillScores
+from moonpool.scheduler.policy import Asked
 
 CANDIDATES = 16  # kept per decision and stage: the best ones
-PREFILL_COLUMNS = ("ttft_ms", "ttft_high_ms", "wait_ms", "work_ms", "cached_tokens", "sure")
+PREFILL_COLUMNS = (
+    *("ttft_ms", "ttft_high_ms", "wait_ms", "work_ms", "cached_tokens", "sure"),
+    *("own_blocks", "node_blocks"),  # leading blocks in the worker's own pages, and in its node's pool
+)
 DECODE_COLUMNS = ("tbt_ms", "batch", "context_tokens", "roomy")
 
 
@@ -40,21 +44,26 @@ class Candidates:
         return [out[0], *sorted(out[1:], key=lambda candidate: float(candidate[columns[0]]))] if out else out
 
 
-def _candidates(board: Board, rows: Bools, order: Floats, chosen: int, table: Floats) -> Candidates:
-    """The best rows by ``order``, ``chosen`` first. ``table`` is [columns, rows of the board]."""
+def _best(rows: Bools, order: Floats, chosen: int) -> tuple[list[int], int]:
+    """The best rows by ``order``, ``chosen`` first, and how many there are in all."""
     (usable,) = rows.nonzero()
     best = usable if len(usable) <= CANDIDATES else usable[np.argpartition(order[usable], CANDIDATES)[:CANDIDATES]]
-    kept = [chosen, *[row for row in best.tolist() if row != chosen][: CANDIDATES - 1]]
-    return Candidates(board.names, kept, table[:, kept].astype(np.float32), len(usable))
+    return [chosen, *[row for row in best.tolist() if row != chosen][: CANDIDATES - 1]], len(usable)
 
 
-def prefill_candidates(board: Board, usable: Usable, scores: PrefillScores, chosen: int) -> Candidates:
-    return _candidates(board, usable.prefills, scores.ttft, chosen, scores.table)
+def prefill_candidates(asked: Asked, chosen: int) -> Candidates:
+    scores, held = asked.scores, asked.held
+    kept, considered = _best(asked.usable.prefills, scores.ttft, chosen)
+    values = np.empty((len(PREFILL_COLUMNS), len(kept)), np.float32)
+    values[:6], values[6], values[7] = scores.table[:, kept], held.own[kept], held.node[kept]
+    return Candidates(asked.board.names, kept, values, considered)
 
 
-def decode_candidates(board: Board, usable: Usable, scores: DecodeScores, chosen: int) -> Candidates:
-    table = np.array((scores.tbt, board.batch, board.context, scores.roomy), np.float64)
-    return _candidates(board, usable.decodes | usable.both, scores.tbt, chosen, table)
+def decode_candidates(asked: Asked, chosen: int) -> Candidates:
+    board, scores = asked.board, asked.decode
+    kept, considered = _best(asked.usable.decodes | asked.usable.both, scores.tbt, chosen)
+    values = np.array((scores.tbt[kept], board.batch[kept], board.context[kept], scores.roomy[kept]), np.float32)
+    return Candidates(board.names, kept, values, considered)
 
 
 @dataclass(slots=True)
@@ -64,19 +73,44 @@ class Decision:
     request: PlaceRequest  # without keys
     blocks: int
     at: float
-    outcome: Placement | Refusal | None = None  # None only while it is being decided
+    policy: str = ""
+    admission: str = ""
+    outcome: Placement | Refusal | None = None  # None only while it is being decided, or waits
     prefill: Candidates | None = None  # None: there was nobody to consider
     decode: Candidates | None = None
     option: Option | None = None
     cached_tokens: int = 0  # predicted
     overhead_s: float = 0.0
+    waited_s: float = 0.0  # in the conductor's queue
+    deepest: int = 0  # leading blocks held by somebody's pool
+    holders: tuple[NodeId, ...] = ()
+    flows: int = 0  # transfers under way when it was decided
     actual: Finished | None = None
+
+    @property
+    def predicted_ttft_s(self) -> float | None:
+        """From the request's arrival at the conductor; None where no worker was found."""
+        return None if self.option is None else self.waited_s + self.option.ttft.likely
+
+    @property
+    def regret_s(self) -> float | None:
+        """How much later the first token came than the best candidate had been predicted to send it; at least 0."""
+        if self.actual is None or self.actual.ttft_ms <= 0.0 or self.prefill is None or not len(self.prefill.kept):
+            return None
+        return max(self.actual.ttft_ms / 1e3 - self.waited_s - float(self.prefill.values[0].min()), 0.0)
 
     def told(self) -> dict[str, Any]:
         """JSON-able."""
         asked = asdict(self.request)
         del asked["keys"], asked["request"]
-        out: dict[str, Any] = {"at_s": round(self.at, 6), "asked": {**asked, "blocks": self.blocks}}
+        out: dict[str, Any] = {
+            "at_s": round(self.at, 6),
+            "policy": self.policy,
+            "admission": self.admission,
+            "asked": {**asked, "blocks": self.blocks},
+            "held": {"deepest_blocks": self.deepest, "holders": list(self.holders)},
+            "waited_ms": self.waited_s * 1e3,
+        }
         if self.prefill is not None:
             out["prefill_candidates"] = self.prefill.rows(PREFILL_COLUMNS)
             out["prefill_considered"] = self.prefill.considered
@@ -86,18 +120,36 @@ class Decision:
         if self.outcome is not None:
             out["placed" if isinstance(self.outcome, Placement) else "refused"] = asdict(self.outcome)
         if self.option is not None:
-            out["predicted"] = {
-                "wait_ms": self.option.wait_s * 1e3,
-                "ttft_ms": self.option.ttft.likely * 1e3,
-                "ttft_high_ms": self.option.ttft.high * 1e3,
-                "ttft_sure": self.option.ttft.sure,
-                "tbt_ms": self.option.tbt.likely * 1e3,
-                "tbt_high_ms": self.option.tbt.high * 1e3,
-                "tbt_sure": self.option.tbt.sure,
-                "cached_tokens": self.cached_tokens,
-            }
+            out["predicted"] = _predicted(self.option, self.waited_s)
+            out["transfer"] = _transfer(self.option, self.flows)
         out["actual"] = None if self.actual is None else asdict(self.actual)
+        out["regret_ms"] = None if self.regret_s is None else self.regret_s * 1e3
         return out
+
+
+def _predicted(option: Option, waited_s: float) -> dict[str, Any]:
+    return {
+        "wait_ms": option.wait_s * 1e3,
+        "work_ms": option.work_s * 1e3,
+        "ttft_ms": (waited_s + option.ttft.likely) * 1e3,
+        "ttft_high_ms": (waited_s + option.ttft.high) * 1e3,
+        "ttft_sure": option.ttft.sure,
+        "tbt_ms": option.tbt.likely * 1e3,
+        "tbt_high_ms": option.tbt.high * 1e3,
+        "tbt_sure": option.tbt.sure,
+        "cached_tokens": option.cached_tokens,
+    }
+
+
+def _transfer(option: Option, flows: int) -> dict[str, Any]:
+    plan = option.plan
+    return {
+        "source": plan.source,
+        "blocks": max(plan.until - plan.local - plan.front, 0) if plan.source is not None else 0,
+        "computed_meanwhile": plan.front,
+        "ms": option.transfer_s * 1e3,
+        "flows_under_way": flows,
+    }
 
 
 class DecisionLog:
@@ -105,18 +157,17 @@ class DecisionLog:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._order: deque[str] = deque()  # request of each decision, oldest first
+        self._order: deque[Decision] = deque()  # oldest first
         self._by_request: dict[str, deque[Decision]] = {}
 
     def __len__(self) -> int:
         return len(self._order)
 
     def add(self, decision: Decision) -> None:
-        name = decision.request.request
-        self._order.append(name)
-        self._by_request.setdefault(name, deque()).append(decision)
+        self._order.append(decision)
+        self._by_request.setdefault(decision.request.request, deque()).append(decision)
         if len(self._order) > self._limit:
-            oldest = self._order.popleft()
+            oldest = self._order.popleft().request.request
             mine = self._by_request[oldest]
             mine.popleft()
             if not mine:
@@ -124,6 +175,10 @@ class DecisionLog:
 
     def of(self, request: str) -> list[Decision]:
         return list(self._by_request.get(request, ()))
+
+    def newest(self, count: int) -> list[Decision]:
+        """The oldest of them first."""
+        return list(self._order)[-count:] if count > 0 else []
 
     def explain(self, request: str) -> dict[str, Any] | None:
         found = self.of(request)
