@@ -96,11 +96,20 @@ class Waiting:
 
 
 class Policy(Protocol):
-    name: str
-    late: bool  # requests wait in the conductor until a prefill worker is about to be free
-    lookahead_s: float  # how long before that a waiting request is bound, so that the worker never stands idle
+    @property
+    def name(self) -> str: ...
 
-    wait_cap_s: float  # who waited this long is no longer passed over for others
+    @property
+    def late(self) -> bool:
+        """Requests wait in the conductor until a prefill worker is about to be free."""
+
+    @property
+    def lookahead_s(self) -> float:
+        """How long before that a waiting request is bound, so that the worker never stands idle."""
+
+    @property
+    def wait_cap_s(self) -> float:
+        """Who waited this long is no longer passed over for others."""
 
     def choose(self, asked: Asked) -> Choice | None:
         """None where nobody usable will do. A late policy is shown busy workers too: where it chooses one that is not about

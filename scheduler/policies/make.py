@@ -12,6 +12,7 @@ from moonpool.scheduler.policies.cache_aware_threshold import CacheAwareThreshol
 from moonpool.scheduler.policies.dynamo_cost import DynamoCost
 from moonpool.scheduler.policies.least_loaded import LeastLoaded
 from moonpool.scheduler.policies.local_min_ttft import LocalMinTtft
+from moonpool.scheduler.policies.moonpool import Moonpool
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policies.random_choice import RandomChoice
 from moonpool.scheduler.policies.round_robin import RoundRobin
@@ -29,6 +30,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
             LocalMinTtft,
             PooledMinTtft,
             Algorithm1,
+            Moonpool,
         )
     }
 )

@@ -1,0 +1,86 @@
+"""Moonpool's own placement: prefill worker, decode worker and what to do about every part of the prompt, chosen together.
+
+Requests wait in one queue, short ones first with ageing, and are bound when a prefill worker is about to be free (late
+binding). For every worker, busy ones too, the first token is predicted with its own blocks, with a fetch from whoever has
+more, the front computed meanwhile, and with what it is computing for somebody else just now. The soonest wins: where that is
+a busy worker, the request waits on for it, and the free one takes the next in the queue. What was fetched is a move: the
+source's copy is the first to be evicted, so that the cluster's memory is not filled with copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonpool.core.ids import NodeId
+from moonpool.scheduler.actions import Action
+from moonpool.scheduler.board import Floats
+from moonpool.scheduler.choice import decoder_for
+from moonpool.scheduler.costs import work_seconds
+from moonpool.scheduler.fetching import fetching
+from moonpool.scheduler.policy import Asked, Choice, Waiting
+
+SOURCES = 3  # holders compared for one request; they take turns
+
+
+@dataclass(frozen=True)
+class Moonpool:
+    name = "moonpool"
+    late = True
+
+    age: float = 0.1
+    size_weight: float = 1.0  # 0: first come, first served
+    wait_cap_s: float = 60.0
+    lookahead_s: float = 0.0
+    patience: float = 0.02  # how much sooner, relatively, a busy worker must be than a free one
+    move: float = 1.0  # 0: what is fetched is a copy
+
+    def choose(self, asked: Asked) -> Choice | None:
+        plan = fetching(asked, _holders(asked))
+        ttft = np.minimum(asked.local.ttft - asked.overhead_s, plan.ttft)
+        _wait_for_others(asked, ttft)
+        row = self._soonest(asked, ttft)
+        decode = None if row is None else decoder_for(asked, row)
+        if row is None or decode is None:
+            return None
+        if plan.ttft[row] > ttft[row] or not plan.ttft[row] < asked.local.ttft[row] - asked.overhead_s:
+            return Choice(row, decode, asked.local_blocks(row))
+        source = plan.sources[plan.source[row]]
+        return Choice(row, decode, asked.held.anywhere, source, int(plan.front[row]), self.move > 0)
+
+    def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
+        """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
+        board, rows = asked.board, asked.usable.prefills
+        busy = asked.local.wait > self.lookahead_s
+        felt = np.where(rows, np.where(busy, ttft * (1.0 + self.patience), ttft), np.inf)
+        if not rows.any():
+            return None
+        (tied,) = (felt <= felt.min() + 1e-3).nonzero()
+        own = asked.local.covered[0]
+        return int(tied[np.lexsort((tied, board.last_chosen[tied], board.load[tied], -own[tied], busy[tied]))[0]])
+
+    def key(self, waiting: Waiting) -> float:
+        return self.size_weight * waiting.work_s + self.age * waiting.arrived
+
+    def ahead(self, asked: Asked, choice: Choice) -> list[Action]:
+        return []
+
+    def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
+        return []
+
+
+def _holders(asked: Asked) -> tuple[NodeId, ...]:
+    holders, turn = asked.held.holders, asked.number
+    if len(holders) <= SOURCES:
+        return holders
+    return tuple(holders[(turn + i) % len(holders)] for i in range(SOURCES))
+
+
+def _wait_for_others(asked: Asked, ttft: Floats) -> None:
+    """Lower ``ttft`` where a worker will be done sooner with what it computes for another request than without."""
+    for soon in asked.soon:
+        covered = np.full(len(ttft), soon.blocks)
+        work = float(work_seconds(asked.board, asked.prompt, covered, asked.held.own)[soon.row])
+        begun = max(soon.ready_at - asked.now, float(asked.local.wait[soon.row]))
+        ttft[soon.row] = min(ttft[soon.row], begun + work)
