@@ -64,8 +64,11 @@ def predict(asked: Asked, choice: Choice, wait_s: float | None = None) -> Option
     rest = b * (prompt.tokens - end) + c * (prompt.tokens * prompt.tokens - end * end)
     load = d * prompt.block_tokens * (plan.until - plan.own - plan.front)
     work = a + front + rest + load
-    begun = max(wait + front, transfer) - front  # the part computed first hides in the transfer, or hides it
-    ttft = begun + work + asked.overhead_s
+    if plan.front:
+        ended = max(wait + front, transfer) - front + work  # the part computed first hides in the transfer, or hides it
+    else:
+        ended = max(wait + work, transfer)  # layer by layer, each as soon as it is there
+    ttft = ended + asked.overhead_s
     computed = prompt.tokens - end + middle - begin
     sure = computed <= float(board.prefill_reach[row])
     high = ttft + work * float(board.prefill_spread[row])
@@ -90,12 +93,9 @@ def _tbt(asked: Asked, row: int, after_s: float) -> Prediction:
 
 def decoder_for(asked: Asked, prefill: int) -> int | None:
     """The decode worker with the shortest step for a prompt computed at row ``prefill``; itself, where it has both roles."""
-    board, usable = asked.board, asked.usable
-    if board.both[prefill]:
+    if asked.board.both[prefill]:
         return prefill
-    scores = asked.decode
-    found = least(scores.tbt, usable.decodes & scores.roomy, board)
-    return found if found is not None else least(scores.tbt, usable.decodes, board)
+    return least(asked.decode.tbt, asked.decodes, asked.board)
 
 
 def choice_of(placed: Placement, asked: Asked) -> Choice | None:

@@ -55,6 +55,7 @@ def _from(asked: Asked, source: NodeId) -> tuple[Floats, Ints]:
     transfer = whole * (1.0 - front / np.maximum(missing, 1))
     rest = work_seconds(board, prompt, np.maximum(local, held.anywhere), held.own) - d * size * front
     total = np.maximum(asked.local.wait + computed, transfer) + rest
+    total[0] = np.maximum(asked.local.wait + rest[0], transfer[0])  # without a front the rest is computed layer by layer
     best = total.argmin(axis=0)
     useful = asked.usable.pooled & (missing > 0)
     return np.where(useful, total[best, rows], np.inf), front[best, rows]

@@ -12,7 +12,7 @@ from typing import Protocol
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import PlaceRequest
 from moonpool.scheduler.actions import Action
-from moonpool.scheduler.board import Board, Usable
+from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, Soon, score_decode, score_prefill
 from moonpool.scheduler.links import Links
 
@@ -59,6 +59,18 @@ class Asked:
     def scores(self) -> PrefillScores:
         """Those a policy has looked at."""
         return self._pooled or self._local or self.pooled
+
+    @property
+    def prefills(self) -> Bools:
+        """Usable rows; workers of role both that have no room for the prompt only where nobody else is left."""
+        roomy = self.usable.prefills & (~self.board.both | (self.board.room >= self.prompt.tokens))
+        return roomy if roomy.any() else self.usable.prefills
+
+    @property
+    def decodes(self) -> Bools:
+        """Usable rows of decode workers; those that have no room for the prompt only where nobody else is left."""
+        roomy = self.usable.decodes & (self.board.room >= self.prompt.tokens)
+        return roomy if roomy.any() else self.usable.decodes
 
     def _score(self, *, fetch: bool) -> PrefillScores:
         return score_prefill(self.board, self.usable.pooled, self.prompt, self.held, self.overhead_s, self.now, fetch=fetch)

@@ -35,7 +35,7 @@ class Algorithm1(Early):
             move = np.where(copies, whole * (1.0 - own / held.anywhere), 0.0)
         use = np.where(copies, held.anywhere, own)
         ttft = move + asked.local.wait + work_seconds(board, asked.prompt, use, held.own)
-        row = least(ttft, asked.usable.prefills, board, tie=0.0)
+        row = least(ttft, asked.prefills, board, tie=0.0)
         decode = None if row is None else decoder_for(asked, row)
         if row is None or decode is None:
             return None

@@ -25,7 +25,7 @@ class CacheAwareThreshold(Early):
     balance_rel: float = 1.5
 
     def choose(self, asked: Asked) -> Choice | None:
-        board, rows = asked.board, asked.usable.prefills
+        board, rows = asked.board, asked.prefills
         if not rows.any():
             return None
         load = board.load[rows]

@@ -35,8 +35,8 @@ class DynamoCost(Early):
         credit = self.device_credit * held.own + self.host_credit * (asked.local.covered[0] - held.own)
         decode_blocks = np.where(board.both, board.context / size, 0.0)
         cost = self.prefill_load_scale * np.maximum(raw - credit, 0.0) + decode_blocks
-        prefill = self._lowest(cost, asked.usable.prefills, 2 * asked.number)
-        return pair(asked, prefill, self._lowest(board.context / size, asked.usable.decodes, 2 * asked.number + 1))
+        prefill = self._lowest(cost, asked.prefills, 2 * asked.number)
+        return pair(asked, prefill, self._lowest(board.context / size, asked.decodes, 2 * asked.number + 1))
 
     def _lowest(self, cost: Floats, rows: Bools, counter: int) -> int | None:
         if not rows.any():

@@ -14,4 +14,4 @@ class LeastLoaded(Early):
 
     def choose(self, asked: Asked) -> Choice | None:
         board = asked.board
-        return pair(asked, least(asked.local.wait, asked.usable.prefills, board, tie=0.0), fewest(asked, board.batch))
+        return pair(asked, least(asked.local.wait, asked.prefills, board, tie=0.0), fewest(asked, board.batch))

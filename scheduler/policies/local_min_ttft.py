@@ -17,5 +17,5 @@ class LocalMinTtft(Early):
     name = "local_min_ttft"
 
     def choose(self, asked: Asked) -> Choice | None:
-        row = least(asked.local.ttft, asked.usable.prefills, asked.board, tie=0.0)
+        row = least(asked.local.ttft, asked.prefills, asked.board, tie=0.0)
         return None if row is None else pair(asked, row, decoder_for(asked, row))

@@ -51,7 +51,7 @@ class Moonpool:
 
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
-        board, rows = asked.board, asked.usable.prefills
+        board, rows = asked.board, asked.prefills
         busy = asked.local.wait > self.lookahead_s
         felt = np.where(rows, np.where(busy, ttft * (1.0 + self.patience), ttft), np.inf)
         if not rows.any():

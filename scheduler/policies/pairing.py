@@ -17,7 +17,5 @@ def pair(asked: Asked, prefill: int | None, decode: int | None) -> Choice | None
 
 
 def fewest(asked: Asked, load: Ints) -> int | None:
-    """The decode worker with the fewest sequences, one with room for the prompt first."""
-    board, usable = asked.board, asked.usable
-    roomy = usable.decodes & (board.room >= asked.prompt.tokens)
-    return least(load.astype(float), roomy if roomy.any() else usable.decodes, board, tie=0.0)
+    """The decode worker with the fewest sequences."""
+    return least(load.astype(float), asked.decodes, asked.board, tie=0.0)

@@ -16,7 +16,7 @@ class PooledMinTtft:
 
     def choose(self, asked: Asked) -> Choice | None:
         scores = asked.pooled
-        row = least(scores.ttft, asked.usable.prefills, asked.board)
+        row = least(scores.ttft, asked.prefills, asked.board)
         if row is None:
             return None
         decode = decoder_for(asked, row)

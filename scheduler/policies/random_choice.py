@@ -22,4 +22,4 @@ class RandomChoice(Early):
             (found,) = rows.nonzero()
             return int(found[draw(int(self.seed), counter, len(found))]) if len(found) else None
 
-        return pair(asked, one_of(asked.usable.prefills, 2 * asked.number), one_of(asked.usable.decodes, 2 * asked.number + 1))
+        return pair(asked, one_of(asked.prefills, 2 * asked.number), one_of(asked.decodes, 2 * asked.number + 1))

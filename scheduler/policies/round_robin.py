@@ -16,4 +16,4 @@ class RoundRobin(Early):
             (found,) = rows.nonzero()
             return int(found[asked.number % len(found)]) if len(found) else None
 
-        return pair(asked, next_of(asked.usable.prefills), next_of(asked.usable.decodes))
+        return pair(asked, next_of(asked.prefills), next_of(asked.decodes))
