@@ -10,15 +10,18 @@ the store node is the truth. It never claims what no event said.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 
-from moonpool.core.events import BlockChange, EventBatch, IndexSnapshot, Tier
+from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation
+from moonpool.scheduler.holder_sets import NOBODY, HolderSets, allocated
 
-Masks = dict[bytes, int]
+MOST_BEHIND = 100_000  # keys of events that may wait for a snapshot still being loaded; then it is loaded at once
+TIERS = tuple(Tier)  # the fastest first
 
 
 class Applied(Enum):
@@ -35,21 +38,26 @@ class _Life:
     bit: int
     next_number: int
     in_step: bool = True
+    unloaded: deque[tuple[Tier, tuple[bytes, ...]]] = field(default_factory=deque)  # of its snapshot
+    loaded: int = 0  # keys of the first of them that are in
+    behind: list[BlockEvent] = field(default_factory=list)  # events after the snapshot, while it is being loaded
+    behind_keys: int = 0
 
 
 class PrefixIndex:
     """Holders share one ``top`` tier, the fastest they have (G1 for workers, G2 for nodes).
 
-    A copy in the top tier costs one dict entry; copies in slower tiers are kept beside it. A dropped holder's bit is
+    A block is one dict entry, however many hold it and in whatever tiers (``holder_sets``). A dropped holder's bit is
     masked out at once and taken out of the entries by ``sweep``, a few at a time, before it names another holder.
     """
 
     def __init__(self, top: Tier) -> None:
         self.top = top
-        self._any: Masks = {}  # holders of a key in whatever tier
-        self._lower: dict[Tier, Masks] = {}  # copies below the top tier
-        self._not_on_top: Masks = {}  # holders in _any that have the key only below the top tier
+        self._first = TIERS.index(top)
+        self._found: dict[bytes, int] = {}  # key -> number of its holder set
+        self._sets = HolderSets()
         self._lives: dict[str, _Life] = {}
+        self._loading: dict[str, _Life] = {}  # those with a part of a snapshot to load, the oldest first
         self._names: list[str] = []  # by bit number; stale for bits that are dead or free
         self._free: list[int] = []  # bit numbers
         self._live = 0  # bits of the followed holders
@@ -59,14 +67,16 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Keys known, those of dropped holders included until they are swept."""
-        return len(self._any)
+        return len(self._found)
 
     def memory_bytes(self) -> int:
-        """Memory of the entries: the tables, every key, and every mask object once."""
-        tables = (self._any, self._not_on_top, *self._lower.values())
-        masks = {id(mask): mask for table in tables for mask in table.values()}
-        keys = sum(sys.getsizeof(key) for key in self._any)
-        return keys + sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, masks.values()))
+        """Memory of the entries: the table, every key, and the sets of holders."""
+        return allocated(self._found) + sum(map(allocated, self._found)) + self._sets.memory_bytes()
+
+    @property
+    def holder_sets(self) -> int:
+        """Different sets of holders that blocks have."""
+        return len(self._sets) - 1
 
     @property
     def bits(self) -> int:
@@ -95,24 +105,24 @@ class PrefixIndex:
 
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """(depth, mask) by growing depth: the holders in ``mask`` hold the first ``depth`` keys and not the next one."""
-        n, get = len(keys), self._any.get
-        held = get(keys[0], 0) & self._live if n else 0
+        n, get, holders = len(keys), self._found.get, self._sets.any
+        held = holders[get(keys[0], NOBODY)] & self._live if n else 0
         runs: list[tuple[int, int]] = []
         last = 0  # keys[last] is held by all of ``held``
         while held:
             step = 1
-            while last + step < n and get(keys[last + step], 0) & held == held:
+            while last + step < n and holders[get(keys[last + step], NOBODY)] & held == held:
                 last += step
                 step <<= 1
             beyond = min(n, last + step)  # keys[beyond] is not
             while beyond - last > 1:
                 middle = (last + beyond) >> 1
-                if get(keys[middle], 0) & held == held:
+                if holders[get(keys[middle], NOBODY)] & held == held:
                     last = middle
                 else:
                     beyond = middle
             last += 1
-            deeper = get(keys[last], 0) & held if last < n else 0
+            deeper = holders[get(keys[last], NOBODY)] & held if last < n else 0
             runs.append((last, held & ~deeper))
             held = deeper
         return runs
@@ -120,11 +130,10 @@ class PrefixIndex:
     def tier_of(self, key: bytes, holder: str) -> Tier | None:
         """The fastest tier in which ``holder`` has ``key``."""
         life = self._lives.get(holder)
-        if life is None or not self._any.get(key, 0) & life.bit:
+        if life is None:
             return None
-        if not self._not_on_top.get(key, 0) & life.bit:
-            return self.top
-        return min(tier for tier, masks in self._lower.items() if masks.get(key, 0) & life.bit)
+        levels = self._sets.at[self._found.get(key, NOBODY)]
+        return next((TIERS[self._first + level] for level, mask in enumerate(levels) if mask & life.bit), None)
 
     # -- following -----------------------------------------------------------------------------------------------------
 
@@ -140,7 +149,7 @@ class PrefixIndex:
         if not life.in_step or batch.number > life.next_number:
             life.in_step = False
             return Applied.GAP
-        self._take(life, batch)
+        self._take(batch.holder, life, batch)
         return Applied.DONE
 
     def follow_from(self, batch: EventBatch) -> None:
@@ -148,20 +157,33 @@ class PrefixIndex:
 
         For holders that nobody can ask for a snapshot: what they stored before stays unknown, which only claims less.
         """
-        self._take(self._begin(batch.holder, batch.incarnation, batch.number), batch)
+        self._take(batch.holder, self._begin(batch.holder, batch.incarnation, batch.number), batch)
 
-    def load(self, snapshot: IndexSnapshot) -> Applied:
-        """Replace all that is known of the snapshot's holder."""
+    def load(self, snapshot: IndexSnapshot, limit: int | None = None) -> Applied:
+        """Replace all that is known of the snapshot's holder, by at most ``limit`` entries now (None: by all of them).
+
+        ``load_more`` brings the others in; until then the holder is claimed to have less than it has.
+        """
         life = self._lives.get(snapshot.holder)
         if life is not None and snapshot.incarnation < life.incarnation:
             return Applied.OLD
         life = self._begin(snapshot.holder, snapshot.incarnation, snapshot.number + 1)
-        for tier, keys in snapshot.entries:
-            self._store(life.bit, tier, keys)
+        life.unloaded.extend(snapshot.entries)
+        self._loading[snapshot.holder] = life
+        self._load(snapshot.holder, life, sum(len(keys) for _, keys in snapshot.entries) if limit is None else limit)
         return Applied.DONE
+
+    def load_more(self, limit: int) -> bool:
+        """At most ``limit`` more entries of snapshots. Whether some are left."""
+        for holder, life in list(self._loading.items()):
+            limit -= self._load(holder, life, limit)
+            if limit <= 0:
+                break
+        return bool(self._loading)
 
     def drop(self, holder: str) -> None:
         life = self._lives.pop(holder, None)
+        self._loading.pop(holder, None)
         if life is not None:
             self._live &= ~life.bit
             self._dead |= life.bit
@@ -171,10 +193,11 @@ class PrefixIndex:
         if not self._unswept:
             if not self._dead:
                 return
-            self._sweeping, self._unswept = self._dead, list(self._any)
-        keys, self._unswept = self._unswept[-limit:], self._unswept[:-limit]
-        for masks in (self._any, self._not_on_top, *self._lower.values()):
-            _clear(masks, keys, self._sweeping)
+            self._sweeping, self._unswept = self._dead, list(self._found)
+        keys = self._unswept[-limit:]
+        del self._unswept[-limit:]
+        gone = self._sweeping
+        self._change(keys, lambda old: self._sets.without(old, gone))
         if not self._unswept:
             self._dead &= ~self._sweeping
             while self._sweeping:
@@ -195,66 +218,73 @@ class PrefixIndex:
         self._live |= life.bit
         return life
 
-    def _take(self, life: _Life, batch: EventBatch) -> None:
-        for event in batch.events[life.next_number - batch.number :]:
-            if event.change is BlockChange.STORED:
-                self._store(life.bit, event.tier, event.keys)
-            else:
-                self._remove(life.bit, event.tier, event.keys)
+    def _load(self, holder: str, life: _Life, limit: int) -> int:
+        """At most ``limit`` entries of one snapshot, then what happened since. Returns how many entries."""
+        done = 0
+        while life.unloaded and (done < limit or not life.unloaded[0][1]):
+            tier, keys = life.unloaded[0]
+            part = keys[life.loaded : life.loaded + limit - done]
+            self._store(life.bit, tier, part)
+            done += len(part)
+            life.loaded += len(part)
+            if life.loaded == len(keys):
+                life.unloaded.popleft()
+                life.loaded = 0
+        if not life.unloaded:
+            del self._loading[holder]
+            behind, life.behind, life.behind_keys = life.behind, [], 0
+            self._follow(life, behind)
+        return done
+
+    def _take(self, holder: str, life: _Life, batch: EventBatch) -> None:
+        fresh = batch.events[life.next_number - batch.number :]
         life.next_number = max(life.next_number, batch.number + len(batch.events))
+        if holder not in self._loading:
+            self._follow(life, fresh)
+            return
+        life.behind += fresh
+        life.behind_keys += sum(len(event.keys) for event in fresh)
+        if life.behind_keys > MOST_BEHIND:
+            self._load(holder, life, sum(len(keys) for _, keys in life.unloaded))
+
+    def _follow(self, life: _Life, events: Sequence[BlockEvent]) -> None:
+        for event in events:
+            (self._store if event.change is BlockChange.STORED else self._remove)(life.bit, event.tier, event.keys)
 
     def _store(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
-        if tier is self.top:
-            _set(self._any, keys, bit)
-            if self._not_on_top:
-                _clear(self._not_on_top, keys, bit)
-            return
-        fresh = [key for key in keys if not self._any.get(key, 0) & bit]
-        _set(self._any, fresh, bit)
-        _set(self._not_on_top, fresh, bit)
-        _set(self._lower.setdefault(tier, {}), keys, bit)
+        level = self._level(tier)
+        self._change(keys, lambda old: self._sets.adding(old, level, bit))
 
     def _remove(self, bit: int, tier: Tier, keys: Sequence[bytes]) -> None:
-        if not self._lower:
-            if tier is self.top:
-                _clear(self._any, keys, bit)
+        level = self._level(tier)
+        self._change(keys, lambda old: self._sets.lacking(old, level, bit))
+
+    def _level(self, tier: Tier) -> int:
+        return max(TIERS.index(tier) - self._first, 0)
+
+    def _change(self, keys: Sequence[bytes], becomes: Callable[[int], int]) -> None:
+        """Every key's set becomes another one. Keys changed together have few different ones: each is worked out once.
+
+        ``becomes`` leaves alone what it made, so a set that is left here is entered by none.
+        """
+        found = self._found
+        olds = dict(zip(keys, map(found.get, keys, repeat(NOBODY)), strict=True))  # names each key once
+        news = {old: becomes(old) for old in set(olds.values())}
+        if len(news) == 1:
+            ((old, new),) = news.items()
+            if old == new:
+                return
+            if new:
+                found.update(dict.fromkeys(olds, new))
+            else:
+                for key in olds:
+                    del found[key]
+            self._sets.moved(old, new, len(olds))
             return
-        if tier is self.top:
-            _set(self._not_on_top, [key for key in keys if self._any.get(key, 0) & bit], bit)
-        else:
-            _clear(self._lower.get(tier, {}), keys, bit)
-        lost = [
-            key
-            for key in keys
-            if self._not_on_top.get(key, 0) & bit and not any(masks.get(key, 0) & bit for masks in self._lower.values())
-        ]
-        _clear(self._any, lost, bit)
-        _clear(self._not_on_top, lost, bit)
-
-
-def _set(masks: Masks, keys: Iterable[bytes], bit: int) -> None:
-    """Blocks stored together have the same holders, so their entries share one int object."""
-    with_bit: dict[int, int] = {}
-    get = masks.get
-    for key in keys:
-        old = get(key, 0)
-        new = with_bit.get(old)
-        if new is None:
-            new = with_bit[old] = old | bit
-        masks[key] = new
-
-
-def _clear(masks: Masks, keys: Iterable[bytes], bits: int) -> None:
-    without: dict[int, int] = {}
-    get, keep = masks.get, ~bits
-    for key in keys:
-        old = get(key, 0)
-        if not old & bits:
-            continue
-        new = without.get(old)
-        if new is None:
-            new = without[old] = old & keep
-        if new:
-            masks[key] = new
-        else:
-            del masks[key]
+        found.update(zip(olds, map(news.__getitem__, olds.values()), strict=True))
+        for key in [key for key, old in olds.items() if not news[old]]:
+            del found[key]
+        counts = Counter(olds.values())
+        for old, new in news.items():
+            if old != new:
+                self._sets.moved(old, new, counts[old])

@@ -16,6 +16,7 @@ from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
 WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 SWEPT_PER_EVENT = 2_000  # index entries: about a millisecond
+LOADED_PER_EVENT = 8_000  # index entries of a snapshot: about two milliseconds
 DEFAULT_BLOCK_TOKENS = 64  # until a member with a layout is known
 
 
@@ -113,7 +114,7 @@ class View:
             self.counts["events_ignored"] += 1
             return True
         bit = index.bit_number(event.holder)
-        applied = index.load(event) if isinstance(event, IndexSnapshot) else index.apply(event)
+        applied = index.load(event, LOADED_PER_EVENT) if isinstance(event, IndexSnapshot) else index.apply(event)
         if applied is Applied.GAP:
             self.counts["event_gaps"] += 1
             if not device:
@@ -125,9 +126,10 @@ class View:
         return True
 
     def sweep(self) -> None:
-        """A little of the work that dropped holders leave behind."""
-        self.devices.sweep(SWEPT_PER_EVENT)
-        self.pool.sweep(SWEPT_PER_EVENT)
+        """A little of the work that big snapshots and dropped holders leave behind."""
+        for index in (self.devices, self.pool):
+            index.load_more(LOADED_PER_EVENT)
+            index.sweep(SWEPT_PER_EVENT)
 
     def _worker_life(self, holder: str) -> Member | None:
         worker = self.workers.get(MemberId(holder))

@@ -71,7 +71,7 @@ class Dumb:
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 steps = st.lists(
     st.tuples(
-        st.sampled_from(("store", "store", "store", "remove", "drop", "snapshot", "sweep")),
+        st.sampled_from(("store", "store", "store", "remove", "remove", "drop", "snapshot", "pieces", "load", "sweep")),
         st.sampled_from(HOLDERS),
         st.sampled_from(TIERS),
         paths,
@@ -83,7 +83,7 @@ steps = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(steps, st.lists(paths, min_size=1, max_size=5))
 def test_match_and_tiers_agree_with_sets_whatever_happened(
-    ops: list[tuple[str, str, Tier, tuple[int, ...]]], asked: list
+    ops: list[tuple[str, str, Tier, tuple[int, ...]]], asked: list[tuple[int, ...]]
 ) -> None:
     index, dumb = PrefixIndex(Tier.G2), Dumb()
     number = dict.fromkeys(HOLDERS, 1)
@@ -91,14 +91,17 @@ def test_match_and_tiers_agree_with_sets_whatever_happened(
     for op, holder, tier, path in ops:
         if op == "sweep":
             index.sweep(3)
+        elif op == "load":
+            index.load_more(2)
         elif op == "drop":
             index.drop(holder)
             dumb.has[holder] = {t: set() for t in TIERS}
             number[holder], life[holder] = 1, life[holder] + 1
-        elif op == "snapshot":
+        elif op in ("snapshot", "pieces"):
             number[holder] += 10
             entries = tuple((t, tuple(map(key, sorted(dumb.has[holder][t])))) for t in TIERS)
-            index.load(IndexSnapshot(holder, Incarnation(life[holder]), number[holder] - 1, entries))
+            snapshot = IndexSnapshot(holder, Incarnation(life[holder]), number[holder] - 1, entries)
+            index.load(snapshot, 1 if op == "pieces" else None)
         elif op == "store":
             done = [path[: i + 1] for i in range(len(path)) if dumb.store(holder, tier, path[: i + 1])]
             event = BlockEvent(BlockChange.STORED, tier, tuple(map(key, done)))
@@ -108,6 +111,8 @@ def test_match_and_tiers_agree_with_sets_whatever_happened(
             event = BlockEvent(BlockChange.REMOVED, tier, (key(path),))
             assert index.apply(batch(holder, number[holder], event, life=life[holder])) is Applied.DONE
             number[holder] += 1
+    while index.load_more(3):
+        pass
     for path in asked:
         runs = index.match(chain(path))
         found = {name: depth for depth, mask in runs for name in index.names(mask)}
@@ -128,8 +133,73 @@ def test_nothing_is_left_once_every_holder_is_dropped_and_swept(ops: list[tuple[
     for holder in HOLDERS:
         index.drop(holder)
     index.sweep(10_000)
-    assert len(index) == 0
+    assert len(index) == index.holder_sets == 0
     assert index.match(chain((0, 0))) == []
+
+
+def test_a_big_snapshot_comes_in_by_parts_and_events_after_it_wait_for_them() -> None:
+    index = PrefixIndex(Tier.G2)
+    blocks = chain((0,) * 5)
+    assert index.load(IndexSnapshot("a", LIFE, 4, ((Tier.G2, tuple(blocks[:4])), (Tier.G3, (blocks[3],)))), 2) is Applied.DONE
+    assert index.match(blocks) == [(2, 1)]
+    assert index.next_number("a", LIFE) == 5
+    assert index.apply(batch("a", 5, removed(blocks[3], tier=Tier.G3), stored(blocks[4]))) is Applied.DONE
+    assert index.apply(batch("a", 6, removed(blocks[4]), removed(blocks[3]))) is Applied.DONE
+    assert index.next_number("a", LIFE) == 8
+    assert index.load_more(1)
+    assert index.match(blocks) == [(3, 1)]
+    assert not index.load_more(10)
+    assert index.match(blocks) == [(3, 1)], "what was removed since does not come back"
+    assert index.apply(batch("a", 9)) is Applied.GAP
+
+
+def test_a_holder_that_is_dropped_or_asked_anew_while_it_is_loaded_forgets_the_rest() -> None:
+    index = PrefixIndex(Tier.G2)
+    old, new = chain((0, 0, 0)), chain((1,))
+    index.load(IndexSnapshot("a", LIFE, 1, ((Tier.G2, tuple(old)),)), 1)
+    index.load(IndexSnapshot("a", LIFE, 9, ((Tier.G2, tuple(new)),)), 0)
+    assert not index.load_more(100)
+    assert (index.match(old), len(index.match(new))) == ([], 1)
+    index.load(IndexSnapshot("a", LIFE, 10, ((Tier.G2, tuple(old)),)), 1)
+    index.drop("a")
+    assert not index.load_more(100)
+    assert index.match(old) == []
+
+
+def test_events_do_not_wait_for_a_snapshot_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonpool.scheduler.prefix_index.MOST_BEHIND", 3)
+    index = PrefixIndex(Tier.G2)
+    known, later = chain((0,) * 6), chain((1,) * 4)
+    index.load(IndexSnapshot("a", LIFE, 1, ((Tier.G2, tuple(known)),)), 1)
+    index.apply(batch("a", 2, stored(*later[:3])))
+    assert index.match(later) == []
+    index.apply(batch("a", 3, stored(later[3])))
+    assert (index.match(known), index.match(later)) == ([(6, 1)], [(4, 1)])
+
+
+@pytest.mark.parametrize("holders", [64, 512])
+def test_a_block_takes_bounded_memory_however_many_hold_it_in_whatever_tiers(holders: int) -> None:
+    """Every chain of 32 has a set of holders of its own; up to half of the nodes hold it, a few on SSD only."""
+    index = PrefixIndex(Tier.G2)
+    chains = [tuple((n * 32 + i).to_bytes(16, "little") for i in range(32)) for n in range(340)]
+    for h in range(holders):
+        mine = [stored(*c) for n, c in enumerate(chains) if h == n % holders or (n * 7 + h * 13) % 97 < n / 4]
+        below = [stored(*c, tier=Tier.G3) for c in chains[h % 9 :: 9]]
+        index.apply(batch(f"n{h}", 1, *mine, *below))
+    assert len(index) == 10_880
+    assert index.holder_sets >= 100
+    assert index.memory_bytes() / len(index) <= 120
+
+
+def test_sets_of_holders_that_no_block_has_any_more_are_forgotten() -> None:
+    index = PrefixIndex(Tier.G2)
+    blocks = chain((0,) * 8)
+    for turn in range(50):
+        for at, holder in enumerate(HOLDERS):
+            index.apply(batch(holder, 2 * turn + 1, stored(*blocks[: (turn + at) % 8 + 1])))
+        for holder in HOLDERS:
+            index.apply(batch(holder, 2 * turn + 2, removed(*blocks)))
+    assert (len(index), index.holder_sets) == (0, 0)
 
 
 def test_bits_of_dropped_holders_are_used_again_only_after_the_sweep() -> None:
