@@ -60,7 +60,8 @@ class PrefillTiming:
     """Measured: the job held the worker for ``seconds``, from being taken up to its first token, loading included.
 
     ``prompt_tokens - cached_tokens`` tokens were computed. Of the cached ones ``loaded_tokens`` came from the pool, the
-    others lay in device pages. ``load_seconds`` is the part of ``seconds`` spent waiting for loads.
+    others lay in device pages. ``load_seconds`` is the part of ``seconds`` spent waiting for loads, ``fetch_seconds`` the
+    part of that in which blocks came from other nodes: that is the links' doing.
     """
 
     prompt_tokens: int
@@ -68,6 +69,7 @@ class PrefillTiming:
     seconds: float
     load_seconds: float = 0.0
     loaded_tokens: int = 0
+    fetch_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Live:
     cached_tokens: int = 0
     loaded_tokens: int = 0
     load_seconds: float = 0.0
+    fetch_seconds: float = 0.0
     emitted: int = 0  # emissions with an id
     over: bool = False  # its last word is said
 

@@ -185,7 +185,8 @@ class DecodeWorker:
     def _note_prefill(self, live: Live) -> None:
         """A prompt computed here has its first token."""
         seconds = live.life.between(Instant.PREFILL_BEGUN, Instant.FIRST_TOKEN) or 0.0
-        timing = PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, live.load_seconds, live.loaded_tokens)
+        loaded = live.load_seconds, live.loaded_tokens, live.fetch_seconds
+        timing = PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, *loaded)
         self._prefills.append(timing)
         self.measured(timing)
 

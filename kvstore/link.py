@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import LayoutMismatch, MoonpoolError
-from moonpool.core.ids import Role
+from moonpool.core.ids import NodeId, Role
 from moonpool.core.landing import Landed
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
@@ -47,6 +47,11 @@ class StoreLink:
         self._closing: set[asyncio.Task[None]] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._closed = False
+
+    @property
+    def node(self) -> NodeId:
+        """Whose store it is."""
+        return self._member.node
 
     async def start(self) -> None:
         """Returns once connected, or at once where no store node of this node is live: it is then joined when it comes.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.errors import DigestMismatch, MoonpoolError
+from moonpool.core.ids import NodeId
 from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
-from moonpool.core.membership import Peers
+from moonpool.core.membership import LinkTiming, Peers
 from moonpool.core.placement import Segment, Source
 from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
@@ -51,7 +53,15 @@ class Found:
     client: WorkerStore | None = None
     slots: list[SlotRef] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
-    fetched_bytes: int = 0
+    links: list[LinkTiming] = field(default_factory=list)  # of its fetches
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(timing.bytes for timing in self.links)
+
+    @property
+    def fetch_seconds(self) -> float:
+        return sum(timing.seconds for timing in self.links)
 
     async def close(self) -> None:
         tickets, self.tickets = self.tickets, []
@@ -77,20 +87,21 @@ class Wait:
 
 async def find(
     client: WorkerStore | None,
+    here: NodeId,
     peers: Peers,
     keys: Sequence[bytes],
     first: int,
     segments: Sequence[Segment],
     wait: Wait,
 ) -> Found:
-    """Pin the blocks ``keys[first:]`` as far as they can be had, from the lower tiers of this host's pool too; where
+    """Pin in the pool of ``here`` the blocks ``keys[first:]`` as far as they can be had, from its lower tiers too; where
     ``segments`` say so they come from other nodes. Nothing is waited for longer than ``wait`` allows."""
     found = Found(client)
     if client is None or first >= len(keys):
         return found
     try:
         _take(found, await client.pin(keys[first:], wait.use, wait.limit_ms(len(keys) - first)))
-        while await _fetch_next(found, client, peers, keys, first, segments, wait):
+        while await _fetch_next(found, client, here, peers, keys, first, segments, wait):
             pass
     except MoonpoolError as e:  # what is pinned so far is good
         log.warning("prefix: %d of %d blocks found, then: %s", len(found.slots), len(keys) - first, e)
@@ -112,6 +123,7 @@ async def quarantine(client: WorkerStore | None, slot: SlotRef, layer: int) -> N
 async def _fetch_next(
     found: Found,
     client: WorkerStore,
+    here: NodeId,
     peers: Peers,
     keys: Sequence[bytes],
     first: int,
@@ -127,8 +139,9 @@ async def _fetch_next(
             if store is None:
                 return False
             limit_ms = wait.limit_ms(end - have) + CONNECT_MS
+            begun = time.monotonic()
             fetched = await client.fetch(keys[have:end], store.node, store.address, limit_ms, wait.use)
-            found.fetched_bytes += fetched.bytes
+            found.links.append(LinkTiming(store.node, here, fetched.bytes, time.monotonic() - begun))
             _take(found, fetched.ticket)
             return first + len(found.slots) == end
     return False

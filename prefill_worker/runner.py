@@ -18,7 +18,7 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.errors import Busy, Failure, MoonpoolError, PeerSilent
 from moonpool.core.handoff import FirstToken
 from moonpool.core.lifetime import Instant
-from moonpool.core.membership import Peers, PrefillTiming
+from moonpool.core.membership import LinkTiming, Peers, PrefillTiming
 from moonpool.core.request import Sampled
 from moonpool.engine.engine import Engine
 from moonpool.engine.pages import OutOfPages
@@ -46,6 +46,7 @@ class Runner:
         self._load_thread = ThreadPoolExecutor(1, "prefix load")
         self._late: set[asyncio.Task[Any]] = set()
         self.timings: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
+        self.links: deque[LinkTiming] = deque(maxlen=MAX_TIMINGS)
         self.counts: Counter[str] = Counter()
 
     async def run(self, work: Job) -> None:
@@ -159,7 +160,7 @@ class Runner:
             left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
             wait = Wait(self._pace, size, left_ms, work.job.attempt.request.use)
             finding = asyncio.create_task(
-                find(self._link.client, self._peers, work.keys, work.matched, work.job.segments, wait)
+                find(self._link.client, self._link.node, self._peers, work.keys, work.matched, work.job.segments, wait)
             )
             if not await work.done_or_ended(finding):
                 finding.cancel()
@@ -218,11 +219,13 @@ class Runner:
             now - work.taken,
             work.load_seconds,
             max(work.start - work.matched * size, 0),
+            work.found.fetch_seconds,
         )
         first = FirstToken(sampled, min(work.start, prompt), work.ends_with(sampled.token), timing)
         work.life.stamp(Instant.FIRST_TOKEN, now)
         work.tell(lambda: work.source.sampled(first))
         self.timings.append(timing)
+        self.links.extend(work.found.links)
         self._pace.measured(len(work.tokens) - work.start, timing.seconds - timing.load_seconds)
         self.counts["prompt_tokens"] += len(work.tokens)
         self.counts["reused_tokens"] += work.start

@@ -228,6 +228,8 @@ class PrefillWorker:
     def report(self) -> WorkerReport:
         prefills = tuple(self._runner.timings)
         self._runner.timings.clear()
+        links = tuple(self._runner.links)
+        self._runner.links.clear()
         pages = self._engine.pages
         attempts = tuple(
             LiveAttempt(work.job.attempt.request.id, work.key[1], len(work.tokens), self._planner.remaining(work.key))
@@ -241,6 +243,7 @@ class PrefillWorker:
             pages.total,
             prefills,
             g1_frames=self._journal.frames(),
+            links=links,
         )
 
     async def clear_device_pages(self) -> int:

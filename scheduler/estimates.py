@@ -175,7 +175,8 @@ class PrefillEstimate:
     def add(self, timing: PrefillTiming) -> None:
         n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
         loaded = timing.loaded_tokens or (p if timing.load_seconds > 0.0 else 0)
-        self._online.add((1.0, float(n - p), float(n * n - p * p), float(loaded)), timing.seconds, n - p)
+        seconds = timing.seconds - max(timing.fetch_seconds, 0.0)  # what came from other nodes, ``links`` predicts
+        self._online.add((1.0, float(n - p), float(n * n - p * p), float(loaded)), seconds, n - p)
 
     @property
     def fit(self) -> Fit:

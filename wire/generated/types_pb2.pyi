@@ -723,11 +723,13 @@ class PrefillTiming(message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     LOAD_SECONDS_FIELD_NUMBER: builtins.int
     LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    FETCH_SECONDS_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     cached_tokens: builtins.int
     seconds: builtins.float
     load_seconds: builtins.float
     loaded_tokens: builtins.int
+    fetch_seconds: builtins.float
     def __init__(
         self,
         *,
@@ -736,10 +738,11 @@ class PrefillTiming(message.Message):
         seconds: builtins.float = ...,
         load_seconds: builtins.float = ...,
         loaded_tokens: builtins.int = ...,
+        fetch_seconds: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "load_seconds", b"load_seconds", "loaded_tokens", b"loaded_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "fetch_seconds", b"fetch_seconds", "load_seconds", b"load_seconds", "loaded_tokens", b"loaded_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -249,8 +249,18 @@ async def test_reports_carry_live_attempts_timings_and_page_events(start: Start)
     report = bench.worker.report()
     assert [(a.prompt_tokens, a.prompt_left) for a in report.attempts] == [(40, 0)]
     assert 0 < report.attempts[0].remaining_tokens <= 47
+    assert report.attempts[0].output_tokens >= 3
+    assert report.attempts[0].output_tokens + report.attempts[0].remaining_tokens == 50
     assert [(p.prompt_tokens, p.cached_tokens) for p in report.prefills] == [(40, 0)]
     assert report.steps and report.steps[0].batch == 1
     assert report.g1_frames
     await answer.over.wait()
     assert bench.worker.report().prefills == ()
+
+
+async def test_a_worker_that_closes_while_it_computes_gives_all_its_pages_back(start: Start) -> None:
+    """The fixture closes it, and looks at its pages."""
+    bench = await start()
+    answers = [bench.gateway.begin(bench.asker.request(list(range(40 + n)), max_tokens=200)) for n in range(3)]
+    for answer in answers:
+        await answer.count(2)

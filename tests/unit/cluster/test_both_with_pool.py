@@ -80,10 +80,15 @@ async def test_a_prompt_is_fetched_from_the_node_that_the_placement_names(tmp_pa
         me = split.gateway.placement.decode
         split.gateway.placement = Placement(me, me, (Segment(0, 6, Source.FETCH, NodeId("a")),))
         again = split.asker.request(ids(100), max_tokens=4)
+        split.decode.report()
         answer = await split.gateway.ask(again)
         await split.idle()
         assert answer.ids == split.oracle(again)
         assert answer.cached_tokens == 96
+        report = split.decode.report()
+        (link,), (timing,) = report.links, report.prefills
+        assert (link.source, link.target, link.seconds) == ("a", "b", timing.fetch_seconds)
+        assert link.bytes > 0
 
 
 async def test_a_flipped_bit_in_the_pool_is_found_and_computed_anew(tmp_path: Path, tiny_model: Path) -> None:

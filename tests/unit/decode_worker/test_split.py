@@ -95,11 +95,17 @@ async def test_a_prompt_is_fetched_from_the_node_that_the_placement_names(
         await split.clear_device_pages()
         split.place(segments=[Segment(0, length // 16, Source.FETCH, NodeId("b"))])
         again = split.asker.request(ids(length), max_tokens=6)
+        split.prefills[0].report()
         answer = await split.gateway.ask(again)
         await split.idle()
         assert answer.ids == split.oracle(again)
         assert answer.cached_tokens == ((length - 1) if length % 16 == 0 else length // 16 * 16)
-        assert split.prefills[0].numbers()["fetched_bytes_count"] > 0
+        report = split.prefills[0].report()
+        (link,), (timing,) = report.links, report.prefills
+        assert (link.source, link.target) == ("b", "a")
+        assert link.bytes == split.prefills[0].numbers()["fetched_bytes_count"] > 0
+        assert 0 < link.seconds == timing.fetch_seconds <= timing.load_seconds < timing.seconds
+        assert split.prefills[0].report().links == ()
 
 
 async def test_a_fetch_from_a_node_that_is_not_there_is_computed_instead(tmp_path: Path, tiny_model: Path) -> None:
