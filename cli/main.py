@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import bench, chat, config, doctor, down, load, model, run_role, status, store, up
+from moonpool.cli import bench, chat, config, doctor, down, load, model, rebalance, run_role, status, store, up
 from moonpool.core.errors import MoonpoolError
 
 
@@ -36,6 +36,7 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("status")(status.status)
     app.command("chat")(chat.chat)
     app.command("explain")(status.explain)
+    app.command("rebalance")(rebalance.rebalance)
     app.command("replay")(load.replay)
     app.add_typer(load.trace, name="trace")
     app.add_typer(store.store, name="store")

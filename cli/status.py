@@ -59,8 +59,8 @@ def _print(answers: list[Answer]) -> None:
         member = answer.change.member
         ready = "ready" if member.ready else "not ready"
         print(
-            f"{member.id:<14} node {member.node:<6} {answer.change.liveness.value:<7} {ready:<10} pid {member.pid:<8}"
-            f" {member.address:<22} life {member.incarnation}"
+            f"{member.id:<14} {member.role.value:<9} node {member.node:<6} {answer.change.liveness.value:<7} {ready:<10}"
+            f" pid {member.pid:<8} {member.address:<22} life {member.incarnation}"
         )
         own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
         words = [f"{k}={v}" for k, v in sorted(answer.words.items()) if len(v) <= LONGEST_WORD]

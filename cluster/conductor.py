@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import islice
 from typing import Any, NoReturn
 
 import grpc
 
 from moonpool.cluster.late_answers import LateAnswers
 from moonpool.cluster.moves import Moves
+from moonpool.cluster.record_file import VERSION, Head, lines
+from moonpool.cluster.role_moves import RoleMoves
 from moonpool.cluster.store_watches import StoreWatches
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.config import Config
@@ -24,13 +27,17 @@ from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import Member, MemberChange, Peers, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync
+from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync, SwitchRole
 from moonpool.scheduler.conductor import Conductor, Event
+from moonpool.scheduler.policies.make import make_policy
+from moonpool.scheduler.recording import Recording, answered
 from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
 
+Done = Finished  # within the service that name is a call
 Clock = Callable[[], float]
 QUIET_PERIODS = 5  # of ``silent_after_ms``: a store node's stream that says nothing for longer is broken
+LINES_AT_ONCE = 64  # of a record, in one message
 SOONEST_S = 0.001  # until the conductor is asked again what is due: it may want to be asked at once, again and again
 
 
@@ -43,7 +50,10 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         self._clock = clock
         self._late = LateAnswers()
         self._moves = Moves(peers, config.scheduler.moves_at_once)
+        self._roles = RoleMoves(peers, member.id)
         self._timer: asyncio.TimerHandle | None = None
+        self._booking_s = config.timing.request_budget_ms / 1e3
+        self.recording = Recording(config.scheduler.record_limit)
         self._watches = StoreWatches(self._heard, self._wanted, QUIET_PERIODS * config.timing.silent_after_ms / 1e3)
         self._unsubscribe = peers.subscribe(self._on_change)
 
@@ -60,6 +70,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             self._timer.cancel()
         self._late.end_all()
         await self._moves.close()
+        await self._roles.close()
         await self._watches.close()
 
     def report(self) -> WorkerReport | None:
@@ -70,6 +81,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         return {
             **self.conductor.numbers(self._clock()),
             **self._moves.numbers(),
+            "role_switches": float(self._roles.switches),
             "answers_unclaimed": float(self._late.unclaimed),
             "store_watches_connected": float(watches.connected),
             "store_watch_reconnects": float(watches.reconnects),
@@ -93,7 +105,9 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
 
     def _observe(self, event: Event) -> bool:
         """Whether events are missing before this one."""
-        return self._act(self.conductor.observe(event, self._clock()))
+        now = self._clock()
+        self.recording.add(now, event)
+        return self._act(self.conductor.observe(event, now))
 
     # what it does
 
@@ -103,12 +117,16 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         for action in actions:
             match action:
                 case Bound():
-                    if not self._late.bound(action):
+                    if self._late.bound(action):
+                        self.recording.add(self._clock(), answered(action.request, action.attempt, action.answer))
+                    else:
                         self.conductor.withdraw(action.request, self._clock())
                 case Resync():
                     resync = True
                 case Replicate() | Prefetch() | Cool():
                     self._moves.take(action)
+                case SwitchRole():
+                    self._roles.take(action)
         self._arm()
         return resync
 
@@ -133,8 +151,11 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             asked = _checked(from_wire(request, PlaceRequest))
         except InvalidRequest as e:
             await _refuse(context, e)
-        answer = self.conductor.place(asked, self._clock())
+        now = self._clock()
+        self.recording.add(now, asked)
+        answer = self.conductor.place(asked, now)
         if not isinstance(answer, Later):
+            self.recording.add(now, answered(asked.request, asked.attempt, answer))
             self._act(self.conductor.take_actions())
             await self._answer(asked, answer, context)
             return
@@ -162,13 +183,17 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             await context.write(reply)
         except asyncio.CancelledError:
             if isinstance(answer, Placement):  # the caller has left: nobody will use it, nor say so
-                done = Finished(asked.request, asked.attempt, answer.booking, outcome=Reason.CANCELLED)
-                self._act(self.conductor.finished(done, self._clock()))
+                self._over(Finished(asked.request, asked.attempt, answer.booking, outcome=Reason.CANCELLED))
             raise
 
     async def Finished(self, request: pb.conductor.FinishedRequest, context: grpc.aio.ServicerContext) -> pb.types.Empty:
-        self._act(self.conductor.finished(from_wire(request, Finished), self._clock()))
+        self._over(from_wire(request, Finished))
         return pb.types.Empty()
+
+    def _over(self, done: Done) -> None:
+        now = self._clock()
+        self.recording.add(now, done)
+        self._act(self.conductor.finished(done, now))
 
     async def Alive(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         return pb.types.Empty()
@@ -183,21 +208,47 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             self._observe(event)
         return pb.types.Empty()
 
+    async def Rebalance(
+        self, request: pb.conductor.RebalanceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.conductor.RebalanceReply:
+        wanted, now = dict(request.switches), self._clock()
+        try:
+            told = await self._roles.rebalance(self.conductor, apply=request.apply, wanted=wanted, now=now)
+        except InvalidRequest as e:
+            await _refuse(context, e)
+        return pb.conductor.RebalanceReply(json=json.dumps(told))
+
     async def Explain(
         self, request: pb.conductor.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> pb.conductor.ExplainReply:
-        told: dict[str, Any] | None = self.conductor.explain(request.request)
+        if not request.request:
+            decisions = self.conductor.newest(request.last)
+            told: dict[str, Any] | None = {"decisions": decisions} if decisions else None
+        else:
+            told = self.conductor.explain(request.request)
         if told is None:
             return pb.conductor.ExplainReply(found=False)
         return pb.conductor.ExplainReply(found=True, json=json.dumps({"conductor": self._member.id, **told}))
+
+    async def Record(
+        self, request: pb.conductor.RecordRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.conductor.RecordPart]:
+        conductor, recording = self.conductor, self.recording
+        cut = recording.cut or 0 < request.last < len(recording)
+        head = Head(VERSION, self._member.id, conductor.policy.name, conductor.admission.name, self._booking_s, cut)
+        left = lines(head, recording.entries(request.last))
+        while batch := b"".join(islice(left, LINES_AT_ONCE)):
+            yield pb.conductor.RecordPart(lines=batch)  # others have their turn between two
 
 
 def _conductor(config: Config) -> Conductor:
     scheduler = config.scheduler
     return Conductor(
+        policy=make_policy(scheduler.policy, scheduler.policy_settings),
         booking_s=config.timing.request_budget_ms / 1e3,
         log_limit=scheduler.log_limit,
         max_waiting=scheduler.max_waiting,
+        planner=_planner(scheduler),
     )
 
 

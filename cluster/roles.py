@@ -96,10 +96,10 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         max_prompt=engine.pages.total * config.engine.block_tokens,
         details={"memory": memory, "dtype": config.model.dtype, "model": str(spec.model_dir)},
     )
-    start = await asyncio.to_thread(_worker_start, spec.role)
+    start = await asyncio.to_thread(_worker_start, spec.role, config)
 
     async def again(member: Member) -> tuple[Service, Member]:
-        start = await asyncio.to_thread(_worker_start, member.role)
+        start = await asyncio.to_thread(_worker_start, member.role, config)
         engine.pages.clear_cached()
         if engine.pages.used:
             raise Bug(f"{member.id}: the life before left {engine.pages.used} pages held")
@@ -144,12 +144,12 @@ def _store_class() -> type[StoreNode]:
     return StoreNode
 
 
-def _worker_start(role: Role) -> StartWorker:
+def _worker_start(role: Role, config: Config) -> StartWorker:
     if role is Role.PREFILL:
         from moonpool.prefill_worker.worker import PrefillWorker
 
         return PrefillWorker.start
-    if role is Role.DECODE:
+    if role is Role.DECODE and not config.scheduler.colocate:
         from moonpool.decode_worker.worker import DecodeWorker
 
         return DecodeWorker.start

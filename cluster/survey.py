@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import grpc
 
 from moonpool.cluster.etcd.address import is_etcd
-from moonpool.core.errors import NoPath
+from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, MemberChange
 from moonpool.wire import pb
@@ -81,6 +82,25 @@ async def _ask(change: MemberChange) -> Answer:
         except grpc.aio.AioRpcError as e:
             return Answer(change, trouble=f"{e.code().name}: {e.details()}")
     return Answer(change, dict(stats.numbers), dict(stats.words))
+
+
+async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dict[str, Any]:
+    """What a conductor would do about the split of roles, or begins to do. NoPath without a conductor that answers."""
+    conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
+    for conductor in conductors:
+        async with grpc.aio.insecure_channel(conductor.address) as channel:
+            request = pb.conductor.RebalanceRequest(apply=apply, switches=switches)
+            try:
+                reply = await pb.conductor_rpc.ConductorStub(channel).Rebalance(
+                    request, timeout=TIMEOUT_S * (1 + len(switches))
+                )
+            except grpc.aio.AioRpcError as e:
+                if e.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise InvalidRequest(e.details() or "refused") from e
+                continue
+        told: dict[str, Any] = json.loads(reply.json)
+        return told
+    raise NoPath("conductor: none answers; it is the one that knows the load", retry_after_s=1.0)
 
 
 async def explain(registry: str, request: str) -> str | None:

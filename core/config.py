@@ -114,6 +114,11 @@ class SchedulerConfig(_Values):
     record_limit: int = Field(50_000, ge=1, description="events and requests that it remembers for `explain --record`")
     moves_at_once: int = Field(2, ge=0, description="copies and prefetches under way on a conductor's word; 0: none")
     seed: int = Field(0, ge=0, description="of random draws")
+    colocate: bool = Field(False, description="decode workers compute short or cached prompts themselves where that is faster")
+    roles: Literal["fixed", "ask", "auto"] = Field(
+        "ask", description="who changes workers' roles: nobody, `moonpool rebalance --apply`, the first live conductor"
+    )
+    planner_settings: dict[str, float] = Field(default_factory=dict, description="the role planner's own numbers, by name")
 
 
 class NodeConfig(_Values):

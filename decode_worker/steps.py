@@ -59,6 +59,7 @@ class StepLoop:
         self._owner = owner
         self._computer = Computer(engine)
         self._wake = asyncio.Event()
+        self._cut: Step | None = None  # under way when the loop was ended
         self._task = asyncio.create_task(self._run(), name="steps")
 
     def poke(self) -> None:
@@ -85,6 +86,8 @@ class StepLoop:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._computer.close)
+        if self._cut is not None:
+            self.batcher.abandon(self._cut)  # sequences that ended meanwhile give their pages back
         await self.publisher.close()
 
     async def _run(self) -> None:
@@ -105,6 +108,9 @@ class StepLoop:
     async def _compute(self, step: Step) -> None:
         try:
             computed = await self._computer.run(step)
+        except asyncio.CancelledError:
+            self._cut = step
+            raise
         except Exception as e:
             log.exception("a step of %d rows failed", len(step.rows))
             self.batcher.abandon(step)

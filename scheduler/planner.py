@@ -104,7 +104,9 @@ class Proposal:
 class Planner:
     """Told of what arrives and finishes; asked on a timer. Remembers only the traffic and its own switches."""
 
-    def __init__(self, settings: Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None, *, acts: bool = True) -> None:
+        """``acts=False``: it proposes when asked and switches nobody on its own."""
+        self._acts = acts
         self.settings = settings or Settings()
         self.traffic = Traffic()
         self.switches = 0
@@ -126,12 +128,12 @@ class Planner:
         """A request was answered to its end."""
         self.traffic.finished(output_tokens)
 
-    def next_at(self) -> float:
-        return self._next_at
+    def next_at(self) -> float | None:
+        return self._next_at if self._acts else None
 
     def due(self, board: Board, now: float) -> list[SwitchRole]:
         """Switches to make now; to be called at ``next_at``. Calls before that change nothing."""
-        if now < self._next_at:
+        if not self._acts or now < self._next_at:
             return []
         self._next_at = now + self.settings.every_s
         proposal = self.propose(board, now)

@@ -230,6 +230,50 @@ class RecordPart(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class RebalanceRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    @typing.final
+    class SwitchesEntry(message.Message):
+        DESCRIPTOR: descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    APPLY_FIELD_NUMBER: builtins.int
+    SWITCHES_FIELD_NUMBER: builtins.int
+    apply: builtins.bool
+    """begin to switch the workers it proposes"""
+    @builtins.property
+    def switches(self) -> containers.ScalarMap[builtins.str, builtins.str]:
+        """worker -> role: switch these instead"""
+
+    def __init__(
+        self,
+        *,
+        apply: builtins.bool = ...,
+        switches: abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["apply", b"apply", "switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class RebalanceReply(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

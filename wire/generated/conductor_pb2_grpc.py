@@ -62,7 +62,7 @@ class ConductorStub:
                 _registered_method=True)
         self.Rebalance = channel.unary_unary(
                 '/moonpool.v1.Conductor/Rebalance',
-                request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+                request_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceRequest.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.FromString,
                 _registered_method=True)
         self.Record = channel.unary_stream(
@@ -151,7 +151,7 @@ def add_ConductorServicer_to_server(servicer, server):
             ),
             'Rebalance': grpc.unary_unary_rpc_method_handler(
                     servicer.Rebalance,
-                    request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceRequest.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.SerializeToString,
             ),
             'Record': grpc.unary_stream_rpc_method_handler(
@@ -320,7 +320,7 @@ class Conductor:
             request,
             target,
             '/moonpool.v1.Conductor/Rebalance',
-            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceRequest.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_conductor__pb2.RebalanceReply.FromString,
             options,
             channel_credentials,

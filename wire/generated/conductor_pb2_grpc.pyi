@@ -39,7 +39,7 @@ class ConductorStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]
     Alive: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
     """asked by gateways whose requests wait here"""
-    Rebalance: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _conductor_pb2.RebalanceReply]
+    Rebalance: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.RebalanceRequest, _conductor_pb2.RebalanceReply]
     """the split of roles it would go to, and why"""
     Record: _grpc.UnaryStreamMultiCallable[_conductor_pb2.RecordRequest, _conductor_pb2.RecordPart]
     """what it heard and was asked, for counterfactual replay"""
@@ -54,7 +54,7 @@ class ConductorAsyncStub(ConductorStub):
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainReply]  # type: ignore[assignment]
     Alive: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
     """asked by gateways whose requests wait here"""
-    Rebalance: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _conductor_pb2.RebalanceReply]  # type: ignore[assignment]
+    Rebalance: _aio.UnaryUnaryMultiCallable[_conductor_pb2.RebalanceRequest, _conductor_pb2.RebalanceReply]  # type: ignore[assignment]
     """the split of roles it would go to, and why"""
     Record: _aio.UnaryStreamMultiCallable[_conductor_pb2.RecordRequest, _conductor_pb2.RecordPart]  # type: ignore[assignment]
     """what it heard and was asked, for counterfactual replay"""
@@ -100,7 +100,7 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Rebalance(
         self,
-        request: _types_pb2.Empty,
+        request: _conductor_pb2.RebalanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.RebalanceReply, _abc.Awaitable[_conductor_pb2.RebalanceReply]]:
         """the split of roles it would go to, and why"""

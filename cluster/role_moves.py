@@ -1,0 +1,81 @@
+"""Carries out what a planner of roles decides: asks workers to switch, and says what it would decide."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from moonpool.cluster.role_switch import SWITCHABLE
+from moonpool.core.errors import InvalidRequest
+from moonpool.core.ids import MemberId, Role
+from moonpool.core.membership import Liveness, Peers
+from moonpool.scheduler.actions import SwitchRole
+from moonpool.scheduler.conductor import Conductor
+from moonpool.wire import pb
+from moonpool.wire.status import why_unreachable
+
+TIMEOUT_S = 3.0
+
+
+class RoleMoves:
+    """``own``: this conductor. Where several live, the first by name acts: two would switch twice as many."""
+
+    def __init__(self, peers: Peers, own: MemberId) -> None:
+        self._peers, self._own = peers, own
+        self._tasks: set[asyncio.Task[str]] = set()
+        self.switches = 0
+
+    def take(self, action: SwitchRole) -> None:
+        """Begin it, if this conductor is the one to."""
+        if min((c.id for c in self._peers.live(Role.CONDUCTOR)), default=self._own) == self._own:
+            task = asyncio.create_task(self.begin(action), name=f"switch-{action.worker}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def begin(self, action: SwitchRole) -> str:
+        """Ask the worker to switch. Empty, or why it does not."""
+        change = self._peers.get(action.worker)
+        if change is None or change.liveness is not Liveness.LIVE:
+            return f"{action.worker}: not a live member"
+        async with grpc.aio.insecure_channel(change.member.address) as channel:
+            request = pb.admin.SwitchRoleRequest(role=action.role.value)
+            try:
+                await pb.admin_rpc.AdminStub(channel).SwitchRole(request, timeout=TIMEOUT_S)
+            except grpc.aio.AioRpcError as e:
+                unreachable = e.code() is grpc.StatusCode.UNAVAILABLE
+                return f"{action.worker}: {why_unreachable(e.details()) if unreachable else e.details()}"
+        self.switches += 1
+        return ""
+
+    async def rebalance(self, conductor: Conductor, *, apply: bool, wanted: Mapping[str, str], now: float) -> dict[str, Any]:
+        """The proposal as JSON, and what became of each switch that was begun (empty: under way).
+
+        ``wanted`` (worker -> role) is done instead of what is proposed. InvalidRequest where no planner looks at roles.
+        """
+        proposal = conductor.rebalance(now, patient=False)
+        if proposal is None:
+            raise InvalidRequest("scheduler.roles: fixed, so nobody plans roles here; set it to ask or auto", param="roles")
+        switches = asked_switches(wanted) or proposal.switches
+        begun = {}
+        for switch in switches if apply else ():
+            begun[switch.worker] = await self.begin(switch)
+            if not begun[switch.worker]:
+                conductor.switching(switch, now)
+        chosen = [{"worker": s.worker, "role": s.role.value} for s in switches]
+        return {"conductor": self._own, **proposal.to_json(), "switches": chosen, "begun": begun}
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def asked_switches(wanted: Mapping[str, str]) -> tuple[SwitchRole, ...]:
+    """InvalidRequest where a role is none that workers switch to."""
+    for worker, role in wanted.items():
+        if role not in [r.value for r in SWITCHABLE]:
+            raise InvalidRequest(f"switch: {worker}={role}: use prefill or decode", param="switch")
+    return tuple(SwitchRole(MemberId(worker), Role(role)) for worker, role in wanted.items())
