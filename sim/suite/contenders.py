@@ -39,8 +39,8 @@ RANDOM = Contender("random")
 LOAD = Contender("least_loaded")
 LOCAL = Contender("local_min_ttft")
 PAPER = Contender("algorithm1")
-OURS_FIFO = Contender("moonpool", eviction="hazard")  # the order of arrival, as the others
-OURS = Contender("moonpool", order="shortest", eviction="hazard")
+OURS_FIFO = Contender("moonpool", {"size_weight": 0.0}, eviction="hazard")  # in the order of arrival, as the others
+OURS = Contender("moonpool", eviction="hazard")
 
 
 @dataclass(frozen=True, slots=True)
