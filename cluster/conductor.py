@@ -18,7 +18,7 @@ import grpc
 from moonpool.cluster.late_answers import LateAnswers
 from moonpool.cluster.moves import Moves
 from moonpool.cluster.record_file import VERSION, Head, lines
-from moonpool.cluster.role_moves import RoleMoves
+from moonpool.cluster.role_moves import RoleMoves, make_planner
 from moonpool.cluster.store_watches import StoreWatches
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.config import Config
@@ -248,7 +248,7 @@ def _conductor(config: Config) -> Conductor:
         booking_s=config.timing.request_budget_ms / 1e3,
         log_limit=scheduler.log_limit,
         max_waiting=scheduler.max_waiting,
-        planner=_planner(scheduler),
+        planner=make_planner(scheduler),
     )
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import grpc
 
 from moonpool.cluster.role_switch import SWITCHABLE
+from moonpool.core.config import SchedulerConfig
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Liveness, Peers
 from moonpool.scheduler.actions import SwitchRole
 from moonpool.scheduler.conductor import Conductor
+from moonpool.scheduler.planner import Planner, Settings
 from moonpool.wire import pb
 from moonpool.wire.status import why_unreachable
 
@@ -79,3 +81,10 @@ def asked_switches(wanted: Mapping[str, str]) -> tuple[SwitchRole, ...]:
         if role not in [r.value for r in SWITCHABLE]:
             raise InvalidRequest(f"switch: {worker}={role}: use prefill or decode", param="switch")
     return tuple(SwitchRole(MemberId(worker), Role(role)) for worker, role in wanted.items())
+
+
+def make_planner(scheduler: SchedulerConfig) -> Planner | None:
+    """As ``scheduler.roles`` says. InvalidRequest naming an unknown setting."""
+    if scheduler.roles == "fixed":
+        return None
+    return Planner(Settings.of(scheduler.planner_settings), acts=scheduler.roles == "auto")
