@@ -11,13 +11,16 @@ A step is planned, computed elsewhere, then told with ``complete``; between the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import ceil, inf, sqrt
 
 from moonpool.core.blocks import blocks_for, chunk_end
 from moonpool.core.errors import Bug, Busy
 from moonpool.decode_worker.sequence import CompletedBlock, Phase, Sequence
 from moonpool.engine.pages import OutOfPages, PagePool
+
+ROUNDING = 1e-9  # steps: a time that was computed as a border is that border
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,39 @@ class StepRow:
 @dataclass(frozen=True, slots=True)
 class Step:
     rows: tuple[StepRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds of a step: ``base_s`` + ``per_token_s`` for every context token of the batch, one more a sequence each step."""
+
+    base_s: float
+    per_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``steps`` equal steps of ``batch`` sequences; the first one read ``context`` tokens and took ``first_s``, each next one
+    took ``slope_s`` more."""
+
+    steps: int
+    batch: int
+    context: int
+    first_s: float
+    slope_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.first_s + self.slope_s * (self.steps * (self.steps - 1) / 2)
+
+    def done_by(self, seconds: float) -> int:
+        """The number of the first step that ends at ``seconds`` after the run's begin or later, from 1."""
+        if seconds <= self.first_s:
+            return 1
+        if self.slope_s <= 0.0:
+            return max(ceil(seconds / self.first_s - ROUNDING), 1)
+        half = self.first_s - self.slope_s / 2  # k half + k^2 slope / 2 >= seconds
+        return max(ceil((sqrt(half * half + 2 * self.slope_s * seconds) - half) / self.slope_s - ROUNDING), 1)
 
 
 class Batcher:
@@ -153,6 +189,64 @@ class Batcher:
             row.sequence.in_step = False
             if row.sequence.phase is Phase.OVER:
                 self._let_go(row.sequence)
+
+    def steady(self, pace: Callable[[int], Pace], left: Callable[[Sequence], int]) -> Run | None:
+        """The decode steps until something changes: a sequence has ``left`` its last id, or pages run out.
+
+        ``pace`` of a batch of so many. Nothing happens yet. None where steps differ: nobody computes, or one computes its
+        prompt; where pages are short at once, so that ``plan`` must preempt; or while a step is under way.
+        """
+        running = [s for s in self._holding if s.phase is Phase.RUNNING]
+        if self._step is not None or not running or any(s.left != 1 for s in running):
+            return None
+        steps = self._paged(running, max(min(map(left, running)), 1))
+        if not steps:
+            return None
+        context = sum(len(s.tokens) for s in running)
+        each = pace(len(running))
+        first_s = each.base_s + each.per_token_s * context
+        return Run(steps, len(running), context, first_s, each.per_token_s * len(running))
+
+    def run_until_change(
+        self, pace: Callable[[int], Pace], left: Callable[[Sequence], int], token: int, until_s: float = inf
+    ) -> tuple[Run | None, list[CompletedBlock]]:
+        """Do those steps at once, as so many calls of ``plan`` and ``complete`` with ``token`` sampled everywhere would.
+
+        They end with the first step that ends ``until_s`` from now or later: whoever joins meanwhile joins there.
+        """
+        run = self.steady(pace, left)
+        if run is None:
+            return None, []
+        if until_s < run.seconds:
+            run = replace(run, steps=min(run.done_by(until_s), run.steps))
+        done: list[CompletedBlock] = []
+        for sequence in self._holding:
+            if sequence.phase is not Phase.RUNNING:
+                continue
+            before_last = len(sequence.tokens) + run.steps - 1
+            lack = blocks_for(before_last, self._limits.block_tokens) - len(sequence.pages)
+            if lack > 0:
+                sequence.pages += self._pages.allocate(lack)
+            sequence.tokens.extend([token] * run.steps)
+            sequence.computed = before_last
+            done += self._publish(sequence)
+        return run, done
+
+    def _paged(self, running: list[Sequence], steps: int) -> int:
+        """How many of ``steps`` there are pages for."""
+        size, room = self._limits.block_tokens, self._pages.free + self._pages.cached
+        held = [(len(s.tokens) - 1, len(s.pages)) for s in running]
+
+        def fits(n: int) -> bool:
+            return sum(max(blocks_for(tokens + n, size) - pages, 0) for tokens, pages in held) <= room
+
+        if fits(steps):
+            return steps
+        low, high = 0, steps  # low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def end(self, sequence: Sequence) -> None:
         """Finished, failed or cancelled, in any phase; twice is a no-op. Pages go at once, or when its step is over."""

@@ -1,0 +1,381 @@
+"""A prefill worker on the virtual clock: the production queue, hand-off and device pages around a cost formula."""
+
+from __future__ import annotations
+
+from moonpool.core.blocks import blocks_for
+from moonpool.core.errors import Busy, Failure, Reason
+from moonpool.core.handoff import Drained, FirstToken
+from moonpool.core.membership import LinkTiming, LiveAttempt, Member, PrefillTiming, WorkerReport
+from moonpool.core.placement import Source
+from moonpool.core.request import Sampled
+from moonpool.engine.pages import OutOfPages, PagePool
+from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
+from moonpool.prefill_worker.handoff_source import (
+    Abandon,
+    Action,
+    Block,
+    Drain,
+    EmitBegun,
+    EmitDrained,
+    EmitFailure,
+    EmitFirst,
+    Push,
+    ReleasePages,
+    State,
+)
+from moonpool.sim.attempt import TOKEN, Try
+from moonpool.sim.clock import Timer
+from moonpool.sim.cluster import Group
+from moonpool.sim.costs import compute_s, prefill_s, tokens_left
+from moonpool.sim.prefix import Prefix
+from moonpool.sim.site import Site
+
+WHOLE = 1 << 40  # tokens in a chunk where prompts are computed whole
+AGE_MS = 1_000
+
+
+class PrefillNode:
+    def __init__(self, site: Site, member: Member, group: Group) -> None:
+        cluster = site.cluster
+        self.member = member
+        self.alive = True
+        self.ready = True
+        self.pages = PagePool(max(group.device_tokens // cluster.model.block_tokens, 1))
+        self.planner = ChunkPlanner(
+            queue_limit=cluster.queue_limit,
+            age_ms=AGE_MS,
+            chunk_tokens=cluster.prefill.chunk_tokens or WHOLE,
+            block_tokens=cluster.model.block_tokens,
+            order=cluster.order,
+            age_weight=cluster.age,
+            wait_cap_s=cluster.wait_cap_s,
+        )
+        self.jobs: dict[JobKey, Try] = {}
+        self.backlog_s = 0.0  # predicted work of the jobs that wait
+        self._works: dict[JobKey, float] = {}
+        self._site = site
+        self._store = site.stores[member.node]
+        self._size = cluster.model.block_tokens
+        self._cost = cluster.prefill
+        self._timings: list[PrefillTiming] = []
+        self._links: list[LinkTiming] = []
+        self._computing: Try | None = None
+        self._ends_at = 0.0  # when the compute of the running job ends, were all its blocks there
+        self._factor = 1.0  # of the running job's time
+        self._timer: Timer | None = None
+        self._wake: Timer | None = None
+
+    # -- what decode nodes ask -----------------------------------------------------------------------------------------
+
+    def submit(self, attempt: Try) -> None:
+        now = self._site.clock.now
+        work = prefill_s(self._cost, attempt.tokens, self._expected(attempt))
+        self.planner.submit(attempt.key, attempt.tokens, attempt.placement.decode.node, now, work)
+        attempt.queued_at = now
+        self.jobs[attempt.key] = attempt
+        self._works[attempt.key] = work
+        self.backlog_s += work
+        request = attempt.request
+        attempt.prefix = Prefix(self._store, request.keys, request.use, self._size, self._size * self._site.token_bytes)
+        if self._cost.early:
+            self._bring(attempt)
+        self._go()
+
+    def cancel(self, attempt: Try, why: Failure) -> None:
+        """A no-op once it has ended."""
+        if attempt.key in self.jobs and not attempt.source.stop:
+            self._perform(attempt, attempt.source.cancelled(why))
+            self._stop(attempt)
+            self._go()
+
+    def _expected(self, attempt: Try) -> int:
+        """Tokens that need not be computed, going by the placement."""
+        blocks = sum(s.count for s in attempt.placement.segments if s.source is not Source.RECOMPUTE)
+        return min(blocks * self._size, attempt.tokens - 1)
+
+    def _bring(self, attempt: Try) -> None:
+        prefix = attempt.prefix
+        if prefix is not None:
+            prefix.pin()
+            prefix.fetch(attempt.placement.segments, self._site.stores, self._site.links, lambda: self._arrived(attempt))
+
+    # -- the queue -----------------------------------------------------------------------------------------------------
+
+    def _go(self) -> None:
+        """Take up the next job, where none is under way."""
+        if not self.alive:
+            return
+        begun = False
+        while (key := self.planner.next(self._site.clock.now)) is not None:
+            begun = self._begin(self.jobs[key]) or begun
+        if begun:
+            self.report()
+        at = self.planner.next_at()
+        if at is not None and (self._wake is None or self._wake.call is None or self._wake.when > at):
+            self._wake = self._site.clock.at(max(at, self._site.clock.now), self._woken)
+
+    def _woken(self) -> None:
+        self._wake = None
+        self._go()
+
+    def _begin(self, attempt: Try) -> bool:
+        """Pages and landing, or back into the queue."""
+        now, decoder = self._site.clock.now, self._site.decoders[attempt.placement.decode.id]
+        try:
+            attempt.pages = self.pages.allocate(blocks_for(attempt.tokens, self._size))
+            landing = decoder.grant(attempt)
+        except (OutOfPages, Busy):
+            self.pages.release(attempt.pages)
+            attempt.pages = []
+            self._site.counters["prefill_skips"] += 1
+            self.planner.refused(attempt.key, now)
+            return False
+        attempt.landing, attempt.begun_at = landing, now
+        self.backlog_s -= self._works.pop(attempt.key)
+        self._site.front.begun(attempt)
+        self._perform(attempt, attempt.source.granted(landing))
+        assert attempt.prefix is not None
+        if self._cost.early:
+            attempt.prefix.pin()  # more may have come to lie here while the job waited
+        else:
+            self._bring(attempt)
+        self._computing = attempt
+        have, first, end = attempt.prefix.reused()
+        start = have if first > have else end
+        self.planner.granted(attempt.key, min(start * self._size, attempt.tokens - 1))
+        self._schedule(attempt, now)
+        self._open_flow(attempt, self._ends_at - now)
+        return True
+
+    # -- computing -----------------------------------------------------------------------------------------------------
+
+    def _schedule(self, attempt: Try, begun: float) -> None:
+        """When the job ends. What is still coming is waited for: with overlap by the last layer, else by all of the rest."""
+        front, rest, loaded, computed = self._work(attempt)
+        attempt.cached = attempt.tokens - computed
+        self._factor = self._site.noise.factor()
+        self._ends_at = begun + self._factor * (self._cost.a + front + rest + self._cost.d * loaded)
+        assert attempt.prefix is not None
+        if attempt.prefix.pending:
+            return  # ``_arrived`` goes on
+        self._timer = self._site.clock.at(self._ends_at, lambda: self._computed(attempt))
+
+    def _work(self, attempt: Try) -> tuple[float, float, int, int]:
+        """Seconds before and after the blocks that are fetched; tokens loaded, and computed."""
+        assert attempt.prefix is not None
+        have, first, end = (min(blocks * self._size, attempt.tokens - 1) for blocks in attempt.prefix.reused())
+        front = compute_s(self._cost, have, first)
+        rest = compute_s(self._cost, end, attempt.tokens)
+        computed = first - have + attempt.tokens - end
+        return front, rest, attempt.tokens - computed, computed
+
+    def _arrived(self, attempt: Try) -> None:
+        """The blocks on their way are there, or lost: what is lost is computed."""
+        prefix = attempt.prefix
+        assert prefix is not None
+        self._links += prefix.timings
+        prefix.timings.clear()
+        if self._computing is not attempt or attempt.begun_at is None:
+            return
+        now = self._site.clock.now
+        if prefix.coming is not None and prefix.coming.ok is False:
+            self._site.counters["fetches_lost"] += 1
+            start = min(prefix.reused()[0] * self._size, attempt.tokens - 1)
+            self.planner.restart(attempt.key, start)
+            front, rest, loaded, computed = self._work(attempt)
+            attempt.cached = attempt.tokens - computed
+            self._ends_at = now + self._factor * (front + rest + self._cost.d * loaded)
+        else:
+            front, rest, _, _ = self._work(attempt)
+            if self._cost.overlap and not front:
+                last = (self._ends_at - attempt.begun_at) / self._site.cluster.model.layers
+                self._ends_at = max(self._ends_at, now + last)
+            else:
+                self._ends_at = max(self._ends_at, now + self._ends_at - attempt.begun_at - self._factor * front)
+        self._timer = self._site.clock.at(max(self._ends_at, now), lambda: self._computed(attempt))
+
+    def _computed(self, attempt: Try) -> None:
+        now = self._site.clock.now
+        self._timer = self._computing = None
+        assert attempt.begun_at is not None and attempt.prefix is not None
+        attempt.prefill_s = now - attempt.begun_at
+        attempt.request.outcome.prefill_s += attempt.prefill_s
+        loaded = attempt.cached
+        wait = max(attempt.prefill_s - self._factor * prefill_s(self._cost, attempt.tokens, loaded), 0.0)
+        timing = PrefillTiming(attempt.tokens, loaded, attempt.prefill_s, wait, loaded)
+        self._timings.append(timing)
+        self._run_chunks(attempt)
+        attempt.prefix.computed()
+        if self._site.cluster.keep != "decode":
+            self._store.store(attempt.request.keys, attempt.request.use)
+        attempt.prefix.close(self._site.links)
+        self.planner.leave(attempt.key)
+        refusal = self._site.teller.prefilled(attempt.request.id)
+        if refusal is not None:
+            self._site.front.refused(attempt, refusal)
+        else:
+            ends = attempt.request.wanted <= attempt.emitted_before + 1
+            first = FirstToken(Sampled(TOKEN), min(loaded, attempt.request.prompt_tokens), ends, timing)
+            self._perform(attempt, attempt.source.sampled(first))
+        before = self._computing
+        self._go()
+        if self._computing is before:
+            self.report()
+
+    def _run_chunks(self, attempt: Try) -> None:
+        """All chunks of the job, which no other job can come between, at its end."""
+        key, landing = attempt.key, attempt.landing
+        assert landing is not None
+        whole = self._coarse
+        while True:
+            chunk = self.planner.chunk(key)
+            self.planner.computed(key, chunk)
+            first = 0 if chunk.number == 0 else chunk.start // self._size
+            if not whole:
+                end = blocks_for(chunk.end, self._size) if chunk.last else chunk.end // self._size
+                blocks = [self._block(attempt, index) for index in range(first, end)]
+                self._perform(attempt, attempt.source.layer(chunk.number, 0, blocks))
+            elif chunk.last:
+                self._perform(attempt, attempt.source.layer(chunk.number, 0, [Block(0, attempt.pages[0], self._size)]))
+            if chunk.last:
+                return
+
+    def _block(self, attempt: Try, index: int) -> Block:
+        return Block(index, attempt.pages[index], min(attempt.tokens - index * self._size, self._size))
+
+    @property
+    def _coarse(self) -> bool:
+        """The hand-off goes straight into the decode node's device pages, as one piece: no store keeps it there."""
+        return self._site.cluster.keep == "prefill"
+
+    # -- the hand-off --------------------------------------------------------------------------------------------------
+
+    def _open_flow(self, attempt: Try, seconds: float) -> None:
+        """KV leaves layer by layer while it is computed; the last layer when computing has ended."""
+        assert attempt.landing is not None
+        size = self._handed(attempt)
+        layers = self._site.cluster.model.layers
+        before = size * (layers - 1) / layers
+
+        def done(ok: bool) -> None:
+            self._pushed(attempt, ok)
+
+        attempt.flow = self._site.links.send(
+            self.member.node, attempt.placement.decode.node, before, done, cap=max(before / max(seconds, 1e-9), 1.0), held=True
+        )
+
+    def _handed(self, attempt: Try) -> float:
+        assert attempt.landing is not None
+        tokens = attempt.tokens if self._coarse else sum(slot.valid for slot in attempt.landing.slots)
+        return float(tokens * self._site.token_bytes)
+
+    def _pushed(self, attempt: Try, ok: bool) -> None:
+        """All bytes are at the decode node; or the way there broke."""
+        decoder = self._site.decoders[attempt.placement.decode.id]
+        attempt.flow = None
+        if attempt.source.state is not State.FINISHING:  # it broke while computing
+            if not attempt.source.stop:
+                self._perform(attempt, attempt.source.failed(self._lost(attempt)))
+                self._stop(attempt)
+                self._go()
+            return
+        if not ok:
+            self._perform(attempt, attempt.source.failed(self._lost(attempt)))
+            return
+        decoder.landed(attempt)
+        self._drained(attempt)
+
+    def _lost(self, attempt: Try) -> Failure:
+        return Failure(Reason.TRANSFER_FAILED, f"the way to {attempt.placement.decode.node} broke", attempt.placement.decode.id)
+
+    def _drained(self, attempt: Try) -> None:
+        assert attempt.landing is not None
+        self._perform(attempt, attempt.source.drained(Drained(attempt.landing.id, int(self._handed(attempt)), "simulated")))
+
+    def _stop(self, attempt: Try) -> None:
+        """Its compute ends at once, and it leaves the queue."""
+        if self._computing is attempt:
+            self._computing = None
+            assert attempt.begun_at is not None
+            spent = self._site.clock.now - attempt.begun_at
+            attempt.prefill_s += spent
+            attempt.request.outcome.prefill_s += spent
+            if self._timer is not None:
+                self._timer.cancel()
+        self.planner.leave(attempt.key)
+        self.backlog_s -= self._works.pop(attempt.key, 0.0)
+        if attempt.prefix is not None:
+            attempt.prefix.close(self._site.links)
+        if attempt.source.state is State.ABANDONING:
+            self._perform(attempt, attempt.source.stopped())
+
+    def _perform(self, attempt: Try, actions: list[Action]) -> None:
+        decoder = self._site.decoders[attempt.placement.decode.id]
+        for action in actions:
+            match action:
+                case EmitBegun(landing):
+                    decoder.prefill_begun(attempt, landing)
+                case Push():
+                    pass  # the flow is under way already
+                case EmitFirst(first):
+                    decoder.prefill_done(attempt, first)
+                case Drain():
+                    if attempt.flow is not None:
+                        layers = self._site.cluster.model.layers
+                        self._site.links.release(attempt.flow, self._handed(attempt) / layers)
+                case Abandon():
+                    if attempt.flow is not None:
+                        self._site.links.stop(attempt.flow)
+                        attempt.flow = None
+                    self._drained(attempt)
+                case EmitDrained(drained):
+                    decoder.drained(attempt, drained)
+                case EmitFailure(failure):
+                    decoder.prefill_failed(attempt, failure)
+                case ReleasePages():
+                    pages, attempt.pages = attempt.pages, []
+                    self.pages.release(pages)
+                    self.jobs.pop(attempt.key, None)
+
+    # -- what it tells -------------------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        prefills, links = tuple(self._timings), tuple(self._links)
+        self._timings.clear()
+        self._links.clear()
+        attempts = tuple(LiveAttempt(job.request.id, job.number, job.tokens, self._left(job)) for job in self.jobs.values())
+        free = self.pages.free + self.pages.cached
+        member = self.member
+        self._site.teller.tell(
+            WorkerReport(member.id, member.incarnation, attempts, free, self.pages.total, prefills, links=links)
+        )
+
+    def _left(self, job: Try) -> int:
+        if job is not self._computing:
+            return self.planner.remaining(job.key)
+        return tokens_left(self._cost, job.tokens, max(self._ends_at - self._site.clock.now - self._cost.a, 0.0))
+
+    @property
+    def idle(self) -> bool:
+        return not self.jobs
+
+    def backlog(self) -> float:
+        """Predicted seconds until a prompt that comes now would be begun."""
+        running = max(self._ends_at - self._site.clock.now, 0.0) if self._computing is not None else 0.0
+        return self.backlog_s + running
+
+    def die(self, why: Failure) -> list[Try]:
+        """The process is gone with all it holds; returns the attempts that were here."""
+        self.alive = False
+        lost = list(self.jobs.values())
+        for timer in (self._timer, self._wake):
+            if timer is not None:
+                timer.cancel()
+        for job in lost:
+            if job.flow is not None:
+                self._site.links.stop(job.flow)
+            if job.prefix is not None:
+                job.prefix.close(self._site.links)
+        self.jobs.clear()
+        self._computing = None
+        return lost

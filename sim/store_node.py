@@ -1,0 +1,107 @@
+"""One node's store: the production pool over slots that no memory lies behind, and its events on their way to the conductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moonpool.core.events import EventBatch, IndexSnapshot
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.landing import Landing, Ticket
+from moonpool.core.membership import Member
+from moonpool.core.use import Use
+from moonpool.kvstore.claims import LandingAsk, Life, Reserved
+from moonpool.kvstore.eviction.make import make_policy
+from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.slots import SlotMap
+from moonpool.sim.clock import Clock
+from moonpool.sim.cluster import Group, SimCluster
+
+Tell = Callable[[EventBatch | IndexSnapshot], None]
+SESSION = 1  # of everybody: no session ends before its node does
+
+
+class StoreNode:
+    def __init__(
+        self, name: str, life: Incarnation, group: Group, cluster: SimCluster, clock: Clock, tell: Tell, address: str = ""
+    ) -> None:
+        self.node = NodeId(name)
+        self.layout = cluster.model.layout(1)
+        self.member = Member(
+            MemberId(f"store-{name}"),
+            Role.STORE,
+            self.node,
+            life,
+            address or f"{name}:1",
+            0,
+            layout=cluster.model.layout(cluster.model.layers),
+        )
+        self.alive = True
+        self._clock = clock
+        self._tell = tell
+        self._life = Life(self.member.id, life)
+        slots = group.pool_tokens // cluster.model.block_tokens
+        self.has_pool = slots > 0
+        ssd_policy = make_policy(cluster.eviction) if group.ssd_tokens else None
+        regions = [max(slots, 1) * self.layout.slot_bytes]
+        self.pool = Pool(self.node, life, SlotMap(regions), make_policy(cluster.eviction), ssd_policy)
+        self.pool.register(self.layout)
+
+    @property
+    def now(self) -> float:
+        return self._clock.now
+
+    def pin(self, keys: Sequence[bytes], use: Use) -> Ticket:
+        return self.pool.pin(SESSION, keys, use, self.now)
+
+    def unpin(self, ticket: Ticket) -> None:
+        if ticket.slots:
+            self.pool.unpin(SESSION, ticket.id, self.now)
+
+    def reserve(self, keys: Sequence[bytes], parent: bytes | None, use: Use) -> tuple[int, list[int], int]:
+        """Slots for ``keys``: how many leading ones will be here, the reservations, and how many blocks must be brought."""
+        if not self.has_pool or not keys:
+            return 0, [], 0
+        answers = self.pool.reserve(SESSION, self._life, self.layout, keys, parent, use, self.now)
+        good = next((i for i, a in enumerate(answers) if a.state in (Reserved.FULL, Reserved.NO_PARENT)), len(keys))
+        ids = [a.id for a in answers if a.state is Reserved.NEW]
+        brought = sum(1 for a in answers[:good] if a.state is not Reserved.SEALED)
+        self.flush()
+        return good, ids, brought
+
+    def seal(self, ids: Sequence[int]) -> None:
+        if ids:
+            self.pool.seal(SESSION, ids, self.now)
+            self.flush()
+
+    def abandon(self, ids: Sequence[int]) -> None:
+        if ids:
+            self.pool.abandon(SESSION, ids, self.now)
+            self.flush()
+
+    def store(self, keys: Sequence[bytes], use: Use) -> None:
+        """Whole blocks of a prompt that was computed: those not here yet, as far as there is room."""
+        here = self.pool.lookup(keys)
+        _, ids, _ = self.reserve(keys[here:], keys[here - 1] if here else None, use)
+        self.seal(ids)
+
+    def grant(self, ask: LandingAsk) -> Landing:
+        """Busy where there is no room now."""
+        landing = self.pool.landings.grant(ask, self.now)
+        self.flush()
+        return landing
+
+    def landed(self, landing: Landing) -> None:
+        claim = self.pool.landings.get(landing.id)
+        if claim is not None and not claim.fenced:
+            for slot in list(claim.targets):
+                if claim.targets[slot].left:
+                    self.pool.landings.landed(landing.id, slot, 0, self.now)
+            self.flush()
+
+    def cool(self, keys: Sequence[bytes]) -> None:
+        self.pool.cool(keys, self.now)
+        self.flush()
+
+    def flush(self) -> None:
+        for batch in self.pool.take_events():
+            self._tell(batch)
