@@ -51,7 +51,8 @@ def simulate(
     """What becomes of ``rows``. Equal arguments, equal outcome; policies and admissions keep state, so give fresh ones.
 
     ``speed`` 2 lets requests come twice as fast; ``bursts`` spread: requests of one timestamp come evenly until the next one.
-    ``seed`` is that of ``SimCluster.noise``; ``on_progress`` hears (requests ended, of how many). ConfigError for values that cannot be meant.
+    ``seed`` is that of ``SimCluster.noise``. ``on_progress`` hears (requests ended, of how many). ConfigError for values that
+    cannot be meant.
     """
     conductor = Conductor(
         policy=policy, admission=admission, planner=planner, booking_s=cluster.budget_s, log_limit=DECISIONS_KEPT
