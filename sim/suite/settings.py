@@ -61,7 +61,6 @@ class ClusterRun(_Run):
     ttft_limit_s: float = TTFT_LIMIT_S
     tbt_limit_s: float = TBT_LIMIT_S
     planner: bool = False  # roles are switched while it runs
-    seed: int = 0
 
 
 class SpeedRun(_Run):

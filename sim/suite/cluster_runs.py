@@ -1,0 +1,134 @@
+"""A cluster run's settings, made into the simulator's cluster and brought back as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moonpool.scheduler.admission.make import make_admission
+from moonpool.scheduler.policies.make import make_policy
+from moonpool.sim.cluster import Group, SimCluster, Ssd, TargetsS, read_cluster
+from moonpool.sim.outcome import Load, Outcome, RequestOutcome
+from moonpool.sim.run import simulate
+from moonpool.sim.suite.settings import ClusterRun, SpeedRun
+from moonpool.sim.suite.workload import load
+
+FROM_S = 120.0  # after the start: caches are cold and roles as given before
+WINDOW_S, OVER_S = 30.0, 1_200.0  # the swing of a load: windows, and the time looked at
+
+
+def cluster_of(run: ClusterRun) -> SimCluster:
+    name = "llama70b_8p8d" if run.decode_slope == "served" else "llama70b_8p8d_single"
+    base = read_cluster("llama70b_prefill" if run.workload.one_token else name)
+    return base.changed(
+        groups=tuple(_group(group, run) for group in base.groups),
+        model=base.model.model_copy(update={"kv_bytes_per_token": _kv_bytes(base.model.kv_bytes_per_token * run.kv_bytes)}),
+        prefill=base.prefill.model_copy(update={key: getattr(base.prefill, key) * run.prefill_factor for key in "abcd"}),
+        link=base.link.model_copy(update={"bytes_per_s": run.link_bytes_per_s}),
+        ssd=Ssd(read_bytes_per_s=run.ssd_read_bytes_per_s, write_bytes_per_s=run.ssd_read_bytes_per_s)
+        if run.ssd_tokens
+        else None,
+        eviction=run.eviction,
+        order=run.order,
+        age=run.age,
+        post_prefill_s=run.after_prefill_s,
+        targets=TargetsS(ttft_s=run.ttft_limit_s, tbt_s=run.tbt_limit_s, sent=run.admission != "none"),
+    )
+
+
+def _group(group: Group, run: ClusterRun) -> Group:
+    if group.role == "prefill":
+        return group.model_copy(update={"count": run.prefill, "pool_tokens": run.pool_tokens, "ssd_tokens": run.ssd_tokens})
+    return group.model_copy(update={"count": run.decode})
+
+
+def _kv_bytes(wanted: float) -> int:
+    return int(wanted) // 4 * 4  # two bytes each of key and value
+
+
+def replay(run: ClusterRun, traces: Path | None) -> Outcome:
+    return simulate(
+        load(run.workload, traces),
+        cluster_of(run),
+        policy=make_policy(run.policy, run.policy_settings),
+        admission=make_admission(run.admission, run.admission_settings),
+        speed=run.speed,
+        bursts=run.bursts,
+    )
+
+
+def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
+    outcome = replay(run, traces)
+    figures = outcome.figures()
+    requests = outcome.requests
+    late = [r for r in requests if r.arrived >= FROM_S]
+    begun = [r for r in requests if r.ttft_s is not None and r.refused is None]
+    return {
+        "requests": figures["requests"],
+        "served": figures["served"],
+        "failed": figures["failed"],
+        "hit_rate": figures["hit_share"],
+        "mean_ttft_s": figures["ttft_mean_s"],
+        "p50_ttft_s": figures["ttft_p50_s"],
+        "p90_ttft_s": figures["ttft_p90_s"],
+        "p99_ttft_s": figures["ttft_p99_s"],
+        "max_ttft_s": figures["ttft_max_s"],
+        "share_5s": figures["ttft_5s_share"],
+        "mean_wait_s": figures["waited_mean_s"],
+        "max_wait_s": max((r.waited_s for r in begun), default=0.0),
+        "mean_tbt_s": figures["tbt_mean_s"],
+        "p90_tbt_s": figures["tbt_p90_s"],
+        "tbt_share": _tbt_share(begun, run.tbt_limit_s),
+        "refused": figures["refused"],
+        "refused_late": float(sum(r.refused is not None and r.prefill_s > 0.0 for r in requests)),
+        "prefill_s": figures["prefill_s"],
+        "wasted_s": figures["wasted_prefill_s"],
+        "met_requests": figures["met"],
+        "met_tokens": figures["met_tokens"],
+        "effective": figures["met_share"],
+        "effective_after_120s": _share(late, run),
+        "swing": swing(outcome.load, max((r.arrived for r in requests), default=0.0)),
+        "leaks": float(sum(outcome.leaks.values())),
+        "seconds": figures["seconds"],
+    }
+
+
+def highest_speed(run: SpeedRun, traces: Path | None) -> dict[str, float]:
+    """Halves the range of speeds until one step is left: the share inside falls with speed but for single requests."""
+    low, high = 0, round((run.most - run.least) / run.step)
+    tried: dict[str, float] = {}
+    while low < high:
+        middle = (low + high + 1) // 2
+        speed = run.least + middle * run.step
+        outcome = replay(run.base.model_copy(update={"speed": speed}), traces)
+        inside = sum(r.ttft_s is not None and r.ttft_s <= run.within_s for r in outcome.requests) / len(outcome.requests)
+        tried[f"share_at_{speed:.2f}"] = inside
+        low, high = (middle, high) if inside >= run.share else (low, middle - 1)
+    return {"speed": run.least + low * run.step, **tried}
+
+
+def swing(load: Sequence[Load], until: float) -> float:
+    """Standard deviation of a stage's load, windows of 30 s, at most the last 20 minutes of arrivals; mean of both stages."""
+    first = max(FROM_S, until - OVER_S)
+    windows: dict[int, list[Load]] = {}
+    for one in load:
+        if first <= one.at <= until:
+            windows.setdefault(int((one.at - first) // WINDOW_S), []).append(one)
+    if not windows:
+        return 0.0
+    table = np.array(
+        [(np.mean([one.prefill_load for one in each]), np.mean([one.decode_load for one in each])) for each in windows.values()]
+    )
+    return float(table.std(axis=0).mean())
+
+
+def _tbt_share(begun: Sequence[RequestOutcome], limit_s: float) -> float:
+    """Of those that got more than one token."""
+    known = [r.tbt_s for r in begun if r.tbt_s is not None]
+    return sum(tbt <= limit_s for tbt in known) / len(known) if known else 0.0
+
+
+def _share(requests: Sequence[RequestOutcome], run: ClusterRun) -> float:
+    return sum(r.met(run.ttft_limit_s, run.tbt_limit_s) for r in requests) / len(requests) if requests else 0.0
