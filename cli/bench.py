@@ -11,6 +11,7 @@ import typer
 
 from moonpool.cli.options import AsJson
 
+DYNAMO_PYTHON = "An interpreter that has ai-dynamo-runtime, to compare with."
 bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
 
 
@@ -81,12 +82,39 @@ def store(
     _print(measure(**_chosen({"repeats": repeats, "peer_python": peer_python})), as_json)
 
 
-@bench.command("place")
-def place(as_json: AsJson = False) -> None:
-    """How long the conductor takes to decide."""
-    from moonpool.bench.place import place as measure
+@bench.command("index")
+def index(
+    entries: Annotated[int | None, typer.Option("--entries", min=10_000, help="Blocks in the index.")] = None,
+    peer_python: Annotated[str | None, typer.Option("--peer-python", metavar="PATH", help=DYNAMO_PYTHON)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The conductor's index of who holds which block: matching, following events, memory."""
+    from moonpool.bench.index import index as measure
 
-    _print(measure(), as_json)
+    _print(measure(**_chosen({"entries": entries, "peer_python": peer_python})), as_json)
+
+
+@bench.command("hash")
+def hash_(
+    peer_python: Annotated[str | None, typer.Option("--peer-python", metavar="PATH", help=DYNAMO_PYTHON)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A prompt's token ids into block keys."""
+    from moonpool.bench.hash import hash_blocks as measure
+
+    _print(measure(**_chosen({"peer_python": peer_python})), as_json)
+
+
+@bench.command("placement")
+def placement(
+    policy: Annotated[str | None, typer.Option("--policy", help="Placement policy.")] = None,
+    admission: Annotated[str | None, typer.Option("--admission", help="Admission policy.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How long the conductor takes to decide about one request, at 64 and at 512 nodes."""
+    from moonpool.bench.placement import placement as measure
+
+    _print(measure(**_chosen({"policy": policy, "admission": admission})), as_json)
 
 
 @bench.command("between")
