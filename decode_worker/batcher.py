@@ -20,7 +20,7 @@ from moonpool.core.errors import Bug, Busy
 from moonpool.decode_worker.sequence import CompletedBlock, Phase, Sequence
 from moonpool.engine.pages import OutOfPages, PagePool
 
-ROUNDING = 1e-9  # steps: a time that was computed as a border is that border
+ROUNDING = 1e-9  # relative: a time that was computed as a border is that border
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,9 @@ class Run:
 
     def done_by(self, seconds: float) -> int:
         """The number of the first step that ends at ``seconds`` after the run's begin or later, from 1."""
-        if seconds <= self.first_s:
-            return 1
-        if self.slope_s <= 0.0:
-            return max(ceil(seconds / self.first_s - ROUNDING), 1)
-        half = self.first_s - self.slope_s / 2  # k half + k^2 slope / 2 >= seconds
-        return max(ceil((sqrt(half * half + 2 * self.slope_s * seconds) - half) / self.slope_s - ROUNDING), 1)
+        half = self.first_s - self.slope_s / 2  # steps * half + steps^2 * slope / 2 = seconds; above 0, a context has its batch
+        exact = 2.0 * seconds / (half + sqrt(half * half + 2.0 * self.slope_s * max(seconds, 0.0)))
+        return max(ceil(exact * (1.0 - ROUNDING)), 1)
 
 
 class Batcher:

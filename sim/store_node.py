@@ -17,6 +17,7 @@ from moonpool.sim.clock import Clock
 from moonpool.sim.cluster import Group, SimCluster
 
 Tell = Callable[[EventBatch | IndexSnapshot], None]
+NOT_HERE = (Reserved.FULL, Reserved.NO_PARENT)
 SESSION = 1  # of everybody: no session ends before its node does
 
 
@@ -61,10 +62,11 @@ class StoreNode:
         """Slots for ``keys``: how many leading ones will be here, the reservations, and how many blocks must be brought."""
         if not self.has_pool or not keys:
             return 0, [], 0
-        answers = self.pool.reserve(SESSION, self._life, self.layout, keys, parent, use, self.now)
-        good = next((i for i, a in enumerate(answers) if a.state in (Reserved.FULL, Reserved.NO_PARENT)), len(keys))
-        ids = [a.id for a in answers if a.state is Reserved.NEW]
-        brought = sum(1 for a in answers[:good] if a.state is not Reserved.SEALED)
+        answers = self.pool.reservations.reserve(SESSION, self._life, self.layout, keys, parent, use, self.now)
+        states = answers.states
+        good = next((at for at, state in enumerate(states) if state in NOT_HERE), len(keys))
+        ids = [number for number in answers.ids if number]
+        brought = good - states[:good].count(Reserved.SEALED)
         self.flush()
         return good, ids, brought
 
