@@ -169,9 +169,9 @@ class MoonpoolAdmission:
         if done.outcome != "ok" or done.ttft_ms <= 0.0:
             return
         if accepted.ttft is not None and done.attempt <= 1:
-            self.ttft_curve.add(accepted.ttft.ratio, done.ttft_ms > accepted.ttft.target_s * 1e3)
+            self.ttft_curve.add(accepted.ttft.ratio, done.ttft_ms / 1e3 / accepted.ttft.target_s)
         if accepted.tbt is not None and done.output_tokens > 1:
-            self.tbt_curve.add(accepted.tbt.ratio, done.tbt_ms > accepted.tbt.target_s * 1e3)
+            self.tbt_curve.add(accepted.tbt.ratio, done.tbt_ms / 1e3 / accepted.tbt.target_s)
         self._answers = min(self._answers + 1, ANSWER_MEMORY)
         self._answer_tokens += (done.output_tokens - self._answer_tokens) / self._answers
         took = max(now - accepted.at - done.ttft_ms / 1e3, 0.0)
