@@ -8,7 +8,22 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli import bench, chat, config, doctor, down, load, model, rebalance, run_role, status, store, up
+from moonpool.cli import (
+    bench,
+    chat,
+    config,
+    doctor,
+    down,
+    explain,
+    load,
+    model,
+    rebalance,
+    run_role,
+    simulate,
+    status,
+    store,
+    up,
+)
 from moonpool.core.errors import MoonpoolError
 
 
@@ -35,9 +50,10 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("down")(down.down)
     app.command("status")(status.status)
     app.command("chat")(chat.chat)
-    app.command("explain")(status.explain)
+    app.command("explain")(explain.explain)
     app.command("rebalance")(rebalance.rebalance)
     app.command("replay")(load.replay)
+    app.command("simulate")(simulate.simulate)
     app.add_typer(load.trace, name="trace")
     app.add_typer(store.store, name="store")
     app.add_typer(bench.bench, name="bench")

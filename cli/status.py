@@ -1,4 +1,4 @@
-"""``moonpool status`` and ``moonpool explain``: what a running cluster says about itself."""
+"""``moonpool status``: what a running cluster says about itself."""
 
 from __future__ import annotations
 
@@ -67,25 +67,3 @@ def _print(answers: list[Answer]) -> None:
         notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
         if notes:
             print(fill(notes, width=get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "))
-
-
-def explain(
-    request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="The id of an answer, or its response header x-moonpool-request-id.")
-    ],
-    name: ClusterName = None,
-    config_file: ConfigFile = None,
-    settings: Settings = None,
-) -> None:
-    """Why a request went where it went: inputs, candidates, predicted and actual times."""
-    from moonpool.cluster import survey
-    from moonpool.core.errors import InvalidRequest
-
-    asked = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")  # as the answer's own id has it
-    record = asyncio.run(survey.explain(find(name, config_file, settings).registry, asked))
-    if record is None:
-        raise InvalidRequest(
-            f"REQUEST_ID: no conductor remembers {request_id!r}; give the id of an answer (or its header "
-            "x-moonpool-request-id); the newest requests only are kept"
-        )
-    print(json.dumps(json.loads(record), indent=2))

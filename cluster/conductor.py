@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 import grpc
 
+from moonpool.cluster.deciding import conductor_of
 from moonpool.cluster.late_answers import LateAnswers
 from moonpool.cluster.moves import Moves
 from moonpool.cluster.record_file import VERSION, Head, lines
-from moonpool.cluster.role_moves import RoleMoves, make_planner
+from moonpool.cluster.role_moves import RoleMoves
 from moonpool.cluster.store_watches import StoreWatches
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.config import Config
@@ -28,8 +29,7 @@ from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.membership import Member, MemberChange, Peers, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync, SwitchRole
-from moonpool.scheduler.conductor import Conductor, Event
-from moonpool.scheduler.policies.make import make_policy
+from moonpool.scheduler.conductor import Event
 from moonpool.scheduler.recording import Recording, answered
 from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
@@ -45,7 +45,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
     """Implements ``core.membership.Service``. Event-loop only."""
 
     def __init__(self, config: Config, member: Member, peers: Peers, clock: Clock = time.monotonic) -> None:
-        self.conductor = _conductor(config)
+        self.conductor = conductor_of(config)
         self._member = member
         self._clock = clock
         self._late = LateAnswers()
@@ -239,17 +239,6 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         left = lines(head, recording.entries(request.last))
         while batch := b"".join(islice(left, LINES_AT_ONCE)):
             yield pb.conductor.RecordPart(lines=batch)  # others have their turn between two
-
-
-def _conductor(config: Config) -> Conductor:
-    scheduler = config.scheduler
-    return Conductor(
-        policy=make_policy(scheduler.policy, scheduler.policy_settings),
-        booking_s=config.timing.request_budget_ms / 1e3,
-        log_limit=scheduler.log_limit,
-        max_waiting=scheduler.max_waiting,
-        planner=make_planner(scheduler),
-    )
 
 
 def _checked(request: PlaceRequest) -> PlaceRequest:

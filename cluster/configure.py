@@ -19,8 +19,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from moonpool.cluster.etcd.address import registry_of
-from moonpool.core.config import Config, NodeConfig
-from moonpool.core.errors import ConfigError
+from moonpool.core.config import Config, NodeConfig, SchedulerConfig
+from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
 from moonpool.core.use import DEFAULT_TENANT
 
@@ -32,7 +32,11 @@ JSON_KEYS = {
     "store.quotas": '{"alice": "1 GiB"}',
     "store.codecs": '["int8"]',
     "store.lossy_for": '["alice"]',
+    "scheduler.policy_settings": '{"lookahead_s": 0.5}',
+    "scheduler.admission_settings": '{"reserve": 0.1}',
+    "scheduler.planner_settings": '{"period_s": 30}',
 }
+DECIDING = ("policy", "policy_settings", "admission", "admission_settings")
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
@@ -209,6 +213,7 @@ def _check_together(config: Config) -> None:
             f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"
         )
     _check_roles(config)
+    _check_scheduler(config.scheduler)
     if timing.silent_after_ms < 2 * timing.heartbeat_ms:
         raise ConfigError(
             f"timing.silent_after_ms: {timing.silent_after_ms} is below two heartbeats of {timing.heartbeat_ms} ms; "
@@ -220,6 +225,20 @@ def _check_together(config: Config) -> None:
             f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp",
             param="transfer.ucx_tls",
         )
+
+
+def _check_scheduler(scheduler: SchedulerConfig) -> None:
+    """Names and numbers that only their owners know; imported where somebody chose other ones, since they are heavy."""
+    chosen = SchedulerConfig(**{name: getattr(scheduler, name) for name in DECIDING})
+    if chosen == SchedulerConfig():
+        return
+    from moonpool.cluster.deciding import admission_of, policy_of
+
+    try:
+        policy_of(scheduler)
+        admission_of(scheduler)
+    except InvalidRequest as e:
+        raise ConfigError(e.message, param=e.param) from e
 
 
 def _check_roles(config: Config) -> None:

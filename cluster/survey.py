@@ -101,21 +101,3 @@ async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dic
         told: dict[str, Any] = json.loads(reply.json)
         return told
     raise NoPath("conductor: none answers; it is the one that knows the load", retry_after_s=1.0)
-
-
-async def explain(registry: str, request: str) -> str | None:
-    """The decision record of ``request`` as JSON, from whichever conductor has it. NoPath without a conductor."""
-    conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
-    if not conductors:
-        raise NoPath("conductor: none is live; its records end with it", retry_after_s=1.0)
-    for conductor in conductors:
-        async with grpc.aio.insecure_channel(conductor.address) as channel:
-            try:
-                reply = await pb.conductor_rpc.ConductorStub(channel).Explain(
-                    pb.conductor.ExplainRequest(request=request), timeout=TIMEOUT_S
-                )
-            except grpc.aio.AioRpcError:
-                continue
-        if reply.found:
-            return str(reply.json)
-    return None

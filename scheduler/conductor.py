@@ -76,6 +76,7 @@ class Conductor:
         self._overhead = Overhead()
         self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)
         self._bound_at = 0.0
+        self._more_at: float | None = None
         self._out: list[Action] = []
         self._placements = 0
         self._asked = 0
@@ -85,7 +86,7 @@ class Conductor:
     def observe(self, event: Event, now: float) -> list[Action]:
         view = self._view
         view.expire(now)
-        view.sweep()
+        self._sweep(now)
         match event:
             case MemberChange():
                 view.on_member(event)
@@ -98,6 +99,8 @@ class Conductor:
             case EventBatch() | IndexSnapshot():
                 if not view.on_blocks(event):
                     self._out.append(Resync(NodeId(event.holder)))
+                if isinstance(event, IndexSnapshot):
+                    self._sweep(now)
                 return self.take_actions()
         self._bind(now)
         return self.take_actions()
@@ -121,15 +124,20 @@ class Conductor:
     def due(self, now: float) -> list[Action]:
         """To be called at ``next_at``; earlier or more often does no harm."""
         self._view.expire(now)
+        self._sweep(now)
         self._bind(now)
         if self.planner is not None:
             self._out += self.planner.due(self._view.board, now)
         return self.take_actions()
 
+    def _sweep(self, now: float) -> None:
+        self._more_at = now if self._view.sweep() else None
+
     def next_at(self) -> float | None:
-        """When a prefill worker is about to be free for somebody who waits, or the planner wants to look; None: neither."""
+        """When a prefill worker is about to be free for somebody who waits, the planner wants to look, or more of a snapshot
+        is to be taken in (at once); None: none of these."""
         looks_at = None if self.planner is None else self.planner.next_at()
-        times = [] if looks_at is None else [looks_at]
+        times = [at for at in (looks_at, self._more_at) if at is not None]
         board = self._view.board
         looked_at = self._bound_at + self.policy.lookahead_s  # whoever was free by then was not wanted
         rows = (board.split | board.both) & (board.busy_until > looked_at)

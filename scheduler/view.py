@@ -125,11 +125,13 @@ class View:
             self._write_bits(self._board)
         return True
 
-    def sweep(self) -> None:
-        """A little of the work that big snapshots and dropped holders leave behind."""
+    def sweep(self) -> bool:
+        """A little of the work that big snapshots and dropped holders leave behind. Whether more of a snapshot is left."""
+        more = False
         for index in (self.devices, self.pool):
-            index.load_more(LOADED_PER_EVENT)
+            more |= index.load_more(LOADED_PER_EVENT)
             index.sweep(SWEPT_PER_EVENT)
+        return more
 
     def _worker_life(self, holder: str) -> Member | None:
         worker = self.workers.get(MemberId(holder))

@@ -14,6 +14,7 @@ from support.split import Split, split_path
 from support.workers import Answer, member
 
 from moonpool.cluster.conductor import ConductorService
+from moonpool.core.config import SchedulerConfig
 from moonpool.core.errors import Reason
 from moonpool.core.ids import Role
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal, Source
@@ -82,7 +83,9 @@ def serve(tmp_path: Path, tiny_model: Path) -> Serve:
     async def serve(prefills: int) -> AsyncIterator[Served]:
         async with split_path(tmp_path, tiny_model, prefills=prefills, carrier="segment") as split:
             me = member("conductor-0", Role.CONDUCTOR, None)
-            service = await ConductorService.start(split.config, me, split.crowd)
+            at_once = SchedulerConfig(policy="pooled_min_ttft", admission="certain")  # nobody waits in the conductor's queue
+            config = split.config.model_copy(update={"scheduler": at_once})
+            service = await ConductorService.start(config, me, split.crowd)
             served = Served(split, service)
             await served.report()
             yield served
