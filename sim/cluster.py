@@ -6,8 +6,10 @@ Costs are seconds, sizes bytes or tokens, rates bytes per second, as the names s
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -169,13 +171,19 @@ class SimCluster(_Values):
         return SimCluster.model_validate({**{name: getattr(self, name) for name in type(self).model_fields}, **values})
 
 
-def read_cluster(name: str | Path) -> SimCluster:
-    """From a TOML file, or one that comes with the simulator by its name (``llama70b_8p8d``). ConfigError names the key."""
+def read_cluster(name: str | Path, overrides: Mapping[str, str] = MappingProxyType({})) -> SimCluster:
+    """From a TOML file, or one that comes with the simulator by its name (``llama70b_8p8d``). ConfigError names the key.
+
+    ``overrides``: values in TOML (or plain words) by dotted key: ``{"link.bytes_per_s": "3e9"}``.
+    """
     path = Path(name)
     bundled = files("moonpool.sim") / "clusters" / f"{name}.toml"
     try:
         text = path.read_text() if path.suffix == ".toml" or path.exists() else bundled.read_text()
-        return SimCluster.model_validate(tomllib.loads(text))
+        values = tomllib.loads(text)
+        for key, value in overrides.items():
+            _put(values, key, value)
+        return SimCluster.model_validate(values)
     except OSError as e:
         known = ", ".join(bundled_clusters())
         message = f"cluster: cannot read {name}: {e.strerror}; give a TOML file, or one of {known}"
@@ -186,6 +194,18 @@ def read_cluster(name: str | Path) -> SimCluster:
         first = e.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "cluster"
         raise ConfigError(f"cluster {name}: {key}: {first['msg']}", param=key) from e
+
+
+def _put(values: dict[str, Any], key: str, value: str) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"cluster: {key} is no key: {part} is not a table", param=key)
+    try:
+        values[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[last] = value
 
 
 def bundled_clusters() -> list[str]:

@@ -1,0 +1,128 @@
+"""``moonpool simulate``: a trace on a cluster that does not exist."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moonpool.cli.options import AsJson, say
+
+if TYPE_CHECKING:
+    from moonpool.sim.cluster import SimCluster
+
+TELL_EVERY_S = 1.0
+
+
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="JSONL, perhaps .gz.", show_default=False)
+    ] = None,
+    cluster: Annotated[str, typer.Option("--cluster", help="TOML file, or one that comes along, by name.")] = "llama70b_8p8d",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrule a value of the cluster; may be repeated.")
+    ] = None,
+    prefill: Annotated[int, typer.Option("--prefill", help="Prefill nodes; 0: as the cluster says.")] = 0,
+    decode: Annotated[int, typer.Option("--decode", help="Decode nodes; 0: as the cluster says.")] = 0,
+    policy: Annotated[str, typer.Option("--policy", help="Placement policy; NAME or NAME,SETTING=VALUE,...")] = "moonpool",
+    admission: Annotated[str, typer.Option("--admission", help="Admission; NAME or NAME,SETTING=VALUE,...")] = "none",
+    speed: Annotated[float, typer.Option("--speed", help="2 replays twice as fast.")] = 1.0,
+    bursts: Annotated[
+        str, typer.Option("--bursts", help="released: as the trace says; spread: evenly to the next timestamp.")
+    ] = "released",
+    limit: Annotated[int, typer.Option("--limit", help="First rows only; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the cluster's noise and of policies that draw.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write figures, requests, pictures.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace on a simulated cluster, with the production conductor, queues, batchers and pools."""
+    from moonpool.core.errors import ConfigError
+    from moonpool.loadgen.trace import read_trace
+    from moonpool.scheduler.admission.make import make_admission
+    from moonpool.scheduler.policies.make import make_policy
+    from moonpool.sim.report import in_json, in_words, write_outcome
+    from moonpool.sim.run import simulate as run
+
+    if trace is None:
+        raise ConfigError("--trace: give a JSONL trace, perhaps .gz", param="--trace")
+    if bursts not in ("released", "spread"):
+        raise ConfigError(f"--bursts: {bursts!r} is neither released nor spread", param="--bursts")
+    machines = _cluster(cluster, settings or [], {"prefill": prefill, "decode": decode})
+    read = read_trace(trace, block_tokens=machines.model.block_tokens)
+    policy_name, policy_settings = _named(policy, "--policy")
+    admission_name, admission_settings = _named(admission, "--admission")
+    began = time.monotonic()
+    outcome = run(
+        read.rows[: limit or None],
+        machines,
+        policy=make_policy(policy_name, policy_settings),
+        admission=make_admission(admission_name, admission_settings),
+        speed=speed,
+        bursts="spread" if bursts == "spread" else "released",
+        seed=seed,
+        on_progress=_progress(),
+    )
+    used: dict[str, Any] = {
+        "trace": trace.name,
+        "cluster": machines.model_dump(mode="json"),
+        "policy": {"name": policy_name, **policy_settings},
+        "admission": {"name": admission_name, **admission_settings},
+        "speed": speed,
+        "bursts": bursts,
+        "seed": seed,
+        "wall_s": round(time.monotonic() - began, 3),
+    }
+    for path in write_outcome(output, outcome, used) if output is not None else ():
+        say(f"wrote {path}")
+    print(json.dumps(in_json(outcome, used), indent=2) if as_json else in_words(outcome))
+
+
+def _cluster(name: str, settings: list[str], counts: dict[str, int]) -> SimCluster:
+    from moonpool.core.errors import ConfigError
+    from moonpool.sim.cluster import read_cluster
+
+    values: dict[str, str] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set: {text!r} has no '='; write --set link.bytes_per_s=3e9", param="--set")
+        values[key.strip()] = value.strip()
+    machines = read_cluster(name, values)
+    wanted = {role: count for role, count in counts.items() if count}
+    return machines.resized(**wanted) if wanted else machines
+
+
+def _named(text: str, option: str) -> tuple[str, dict[str, float]]:
+    """A name and its settings: ``moonpool,ageing=0.1``."""
+    from moonpool.core.errors import ConfigError
+
+    name, *rest = text.split(",")
+    settings: dict[str, float] = {}
+    for part in rest:
+        key, _, value = part.partition("=")
+        try:
+            settings[key.strip()] = float(value)
+        except ValueError as e:
+            raise ConfigError(f"{option}: {part!r} is no SETTING=NUMBER", param=option) from e
+    return name.strip(), settings
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Tells a terminal how many requests have ended, about once a second."""
+    told = time.monotonic()
+
+    def tell(ended: int, of: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if sys.stderr.isatty() and (now - told >= TELL_EVERY_S or ended == of):
+            told = now
+            print(f"\r{ended} of {of} requests", end="\n" if ended == of else "", file=sys.stderr, flush=True)
+
+    return tell
