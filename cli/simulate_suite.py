@@ -14,9 +14,10 @@ from moonpool.cli.options import say
 if TYPE_CHECKING:
     from moonpool.loadgen.trace import TraceRow
     from moonpool.sim.cluster import SimCluster
+    from moonpool.sim.suite.paper import Subset
 
 SUITES = ("paper",)
-SUBSETS = ("all", "ci")
+SUBSETS: tuple[Subset, ...] = ("all", "ci", "tuning")
 
 
 def suite(
@@ -36,13 +37,13 @@ def suite(
 
     if name not in SUITES:
         raise ConfigError(f"--suite: {name!r} is none of {', '.join(SUITES)}", param="--suite")
-    chosen = subset or "all"
-    if chosen not in SUBSETS:
+    chosen = next((known for known in SUBSETS if known == (subset or "all")), None)
+    if chosen is None:
         raise ConfigError(f"--subset: {subset!r} is none of {', '.join(SUBSETS)}", param="--subset")
     wanted = [pattern.strip() for text in only for pattern in text.split(",") if pattern.strip()]
     report = run_suite(
         traces=traces,
-        subset="ci" if chosen == "ci" else "all",
+        subset=chosen,
         only=wanted,
         folder=folder,
         processes=processes,

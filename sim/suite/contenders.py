@@ -20,7 +20,8 @@ class Contender:
 
     policy: str
     settings: Settings = field(default_factory=dict)
-    order: Literal["fifo", "shortest"] = "fifo"
+    order: Literal["fifo", "shortest"] = "fifo"  # of a prefill worker's own queue
+    age: float = 0.1
     eviction: str = "lru"
 
     def run(self, workload: Workload, *, prefill: int, decode: int) -> ClusterRun:
@@ -31,6 +32,7 @@ class Contender:
             policy=self.policy,
             policy_settings=self.settings,
             order=self.order,
+            age=self.age,
             eviction=self.eviction,
         )
 
@@ -38,6 +40,7 @@ class Contender:
 RANDOM = Contender("random")
 LOAD = Contender("least_loaded")
 LOCAL = Contender("local_min_ttft")
+LOCAL_SHORTEST = Contender("local_min_ttft", order="shortest")
 PAPER = Contender("algorithm1")
 OURS_FIFO = Contender("moonpool", {"size_weight": 0.0}, eviction="hazard")  # in the order of arrival, as the others
 OURS = Contender("moonpool", eviction="hazard")

@@ -22,16 +22,19 @@ from moonpool.sim.suite.rows.row import Row
 from moonpool.sim.suite.rows.serving import serving_rows
 from moonpool.sim.suite.rows.small import small_rows
 from moonpool.sim.suite.rows.tiers import tier_rows
+from moonpool.sim.suite.rows.tuning import tuning_rows
 from moonpool.sim.suite.settings import AnyRun, digest
 from moonpool.sim.suite.workload import MADE
 
-Subset = Literal["all", "ci"]
+Subset = Literal["all", "ci", "tuning"]
 
 
 def paper_rows(subset: Subset, *, traces: bool) -> list[Row]:
     """The list of rows: fixed, whatever is asked for. Without traces only the subset ``ci`` has any that can run."""
     if subset == "ci":
         return list(small_rows(traces=traces))
+    if subset == "tuning":
+        return list(tuning_rows())
     return [*cache_rows(), *placement_rows(), *serving_rows(), *tier_rows()]
 
 
@@ -45,8 +48,8 @@ def run_suite(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """``only``: names or patterns (``ttft.*``) of rows; the others count as missed. ``folder`` keeps finished runs and the
-    report. ConfigError for a pattern that names no row, and for the full suite without traces."""
-    if traces is None and subset == "all":
+    report. ConfigError for a pattern that names no row, and where traces are wanted."""
+    if traces is None and subset != "ci":
         raise ConfigError("traces: the suite replays the public traces; give their folder, or --subset ci", param="traces")
     rows = paper_rows(subset, traces=traces is not None)
     wanted = _wanted(rows, only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moonpool.sim.suite.contenders import LOAD, LOCAL, OURS, OURS_FIFO, PAPER, RANDOM, Contender
+from moonpool.sim.suite.contenders import LOAD, LOCAL, LOCAL_SHORTEST, OURS, OURS_FIFO, PAPER, RANDOM, Contender
 from moonpool.sim.suite.published import FIG5_MEAN_TTFT_S, FIG10_GLOBAL_HITS, HIT_CEILING
 from moonpool.sim.suite.rows.row import (
     NODES,
@@ -146,8 +146,8 @@ def _same_order_shuffled(trace: TraceName) -> Row:
 
 
 def _own_order(trace: TraceName, nodes: int) -> Iterator[Row]:
-    runs = (_run(OURS, trace, nodes), _run(LOCAL, trace, nodes))
-    beside = _seconds("ours_s", "local_s")
+    runs = (_run(OURS, trace, nodes), _run(LOCAL, trace, nodes), _run(LOCAL_SHORTEST, trace, nodes))
+    beside = _seconds("ours_s", "local_s", "local_shortest_s") + (("against_local_shortest", change("mean_ttft_s", 0, 2)),)
     for stretch, most in ((False, OWN[trace][nodes]), (True, OWN_STRETCH[nodes])):
         yield Row(
             f"ttft.own.{trace}.{nodes}" + _suffix(stretch),
