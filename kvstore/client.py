@@ -220,9 +220,16 @@ class WorkerStore:
         if ticket.slots and self._over is None:
             await self._call(self._stub.Unpin, pb.store.UnpinRequest(session=self._number, ticket=ticket.id))
 
-    async def fetch(self, keys: Sequence[bytes], node: NodeId, address: str, deadline_ms: int, use: Use = Use()) -> Fetched:
-        """Bring what this host lacks of ``keys`` from the store node ``node`` at ``address``; fewer may come, or none."""
-        request = pb.store.FetchRequest(session=self._number, keys=keys, node=node, address=address, deadline_ms=deadline_ms)
+    async def fetch(
+        self, keys: Sequence[bytes], node: NodeId, address: str, deadline_ms: int, use: Use = Use(), *, move: bool = False
+    ) -> Fetched:
+        """Bring what this host lacks of ``keys`` from the store node ``node`` at ``address``; fewer may come, or none.
+
+        ``move``: once they came, that node's copies are the first to be evicted there.
+        """
+        request = pb.store.FetchRequest(
+            session=self._number, keys=keys, node=node, address=address, deadline_ms=deadline_ms, move=move
+        )
         to_wire(self.layout, request.layout)
         to_wire(use, request.use)
         call = self._call(self._stub.Fetch, request, deadline_ms / 1e3 + FETCH_GRACE_S)

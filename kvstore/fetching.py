@@ -100,14 +100,19 @@ class Fetcher:
         address: str,
         deadline_s: float,
         use: Use = Use(),
+        *,
+        move: bool = False,
     ) -> tuple[Ticket, Moved]:
-        """Pins what is here, brings what is not, and pins the leading blocks that are here then: maybe fewer, or none."""
+        """Pins what is here, brings what is not, and pins the leading blocks that are here then: maybe fewer, or none.
+
+        ``move``: the copies it came from become the first to be evicted there.
+        """
         node = self._node
         held = node.pool.pin(session, keys, use, node.clock(), layout.fingerprint)
         moved = Moved(0, "")
         try:
             if len(held.slots) < len(keys):
-                moved = await self._bring(layout, keys, len(held.slots), source, address, deadline_s, use)
+                moved = await self._bring(layout, keys, len(held.slots), source, address, deadline_s, use, move=move)
             node.sessions.get(session)  # it may be over by now: then nobody would unpin
             return node.pool.pin(session, keys, use, node.clock(), layout.fingerprint), moved
         finally:
@@ -150,6 +155,7 @@ class Fetcher:
         use: Use,
         *,
         replica: bool = False,
+        move: bool = False,
     ) -> Moved:
         missing = keys[have:]
         known = {self._coming[key] for key in missing if key in self._coming}
@@ -160,7 +166,8 @@ class Fetcher:
         if mine and store is not None:
             first = have + lead
             parent = keys[first - 1] if first else None
-            run = self._fetch_run(layout, mine, first, parent, store, address or store.address, deadline_s, use, replica)
+            order = pb.store.PushToRequest(target_address=self._node.member.address, replica=replica, move=move)
+            run = self._fetch_run(layout, mine, first, parent, store, address or store.address, deadline_s, use, order)
             task = self._node.spawn(run)
             self._coming.update(dict.fromkeys(mine, task))
             task.add_done_callback(lambda _: [self._coming.pop(key, None) for key in mine])
@@ -179,7 +186,7 @@ class Fetcher:
         address: str,
         deadline_s: float,
         use: Use,
-        replica: bool,
+        order: pb.store.PushToRequest,
     ) -> Moved:
         """Never raises: what did not come is a miss, and counted."""
         node = self._node
@@ -202,7 +209,7 @@ class Fetcher:
             log.info("fetch_without_room", error=e.message)
             return Moved(0, "")
         try:
-            moved = await self._ask_for_push(landing, layout, Life(store.id, store.incarnation), address, deadline_s, replica)
+            moved = await self._ask_for_push(landing, layout, Life(store.id, store.incarnation), address, deadline_s, order)
         except MoonpoolError as e:
             self.failed += 1
             log.warning("fetch_failed", source=store.id, error=e.message)
@@ -213,10 +220,15 @@ class Fetcher:
         return moved
 
     async def _ask_for_push(
-        self, landing: Landing, layout: KVLayout, writer: Life, address: str, deadline_s: float, replica: bool
+        self,
+        landing: Landing,
+        layout: KVLayout,
+        writer: Life,
+        address: str,
+        deadline_s: float,
+        request: pb.store.PushToRequest,
     ) -> Moved:
         node = self._node
-        request = pb.store.PushToRequest(target_address=node.member.address, replica=replica)
         to_wire(landing, request.landing)
         for endpoint in await node.receiving.endpoints(writer):
             to_wire(endpoint, request.targets.add())
@@ -238,9 +250,13 @@ class Fetcher:
         deadline_s: float,
         *,
         replica: bool = False,
+        move: bool = False,
     ) -> Moved:
-        """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up."""
-        pushing = self._node.spawn(self._push_to(landing, layout, targets, target_address, deadline_s))
+        """Pin what we have of the landing's blocks, push it, unpin. Goes on, and drains, if our caller gives up.
+
+        ``move``: what went there is the first to be evicted here.
+        """
+        pushing = self._node.spawn(self._push_to(landing, layout, targets, target_address, deadline_s, move=move))
         pushing.add_done_callback(_heed)
         moved: Moved = await asyncio.shield(pushing)
         if not replica:
@@ -248,7 +264,14 @@ class Fetcher:
         return moved
 
     async def _push_to(
-        self, landing: Landing, layout: KVLayout, targets: Sequence[Endpoint], target_address: str, deadline_s: float
+        self,
+        landing: Landing,
+        layout: KVLayout,
+        targets: Sequence[Endpoint],
+        target_address: str,
+        deadline_s: float,
+        *,
+        move: bool,
     ) -> Moved:
         node = self._node
         keys = [slot.slot.key for slot in landing.slots]
@@ -266,6 +289,8 @@ class Fetcher:
             order = PushOrder(landing, tuple(targets), target_address, layout, blocks)
             moved = await self._push(order)
             self.bytes_out += moved.bytes
+            if move:
+                node.pool.cool(keys[:sound], node.clock())
             return moved
         finally:
             if ticket.slots:

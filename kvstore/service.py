@@ -254,6 +254,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
                 request.address,
                 request.deadline_ms / 1e3,
                 use,
+                move=request.move,
             )
         except MoonpoolError as e:
             await abort(context, e)
@@ -269,7 +270,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             checked_keys([slot.slot.key for slot in landing.slots])
             left_s = context.time_remaining() or DRAIN_S
             moved = await self._node.fetcher.push_to(
-                landing, layout, targets, request.target_address, left_s, replica=request.replica
+                landing, layout, targets, request.target_address, left_s, replica=request.replica, move=request.move
             )
         except MoonpoolError as e:
             await abort(context, e)

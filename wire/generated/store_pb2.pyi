@@ -560,10 +560,13 @@ class FetchRequest(message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     USE_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
     session: builtins.int
     node: builtins.str
     address: builtins.str
     deadline_ms: builtins.int
+    move: builtins.bool
+    """what was fetched is the first to be evicted where it came from"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -580,10 +583,11 @@ class FetchRequest(message.Message):
         layout: types_pb2.KVLayout | None = ...,
         deadline_ms: builtins.int = ...,
         use: types_pb2.Use | None = ...,
+        move: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "session", b"session", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "move", b"move", "node", b"node", "session", b"session", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -622,9 +626,12 @@ class PushToRequest(message.Message):
     TARGET_ADDRESS_FIELD_NUMBER: builtins.int
     REPLICA_FIELD_NUMBER: builtins.int
     TARGETS_FIELD_NUMBER: builtins.int
+    MOVE_FIELD_NUMBER: builtins.int
     target_address: builtins.str
     replica: builtins.bool
     """nobody reads it: it counts for no heat"""
+    move: builtins.bool
+    """the copies that were pushed are the first to be evicted here"""
     @builtins.property
     def landing(self) -> types_pb2.Landing: ...
     @builtins.property
@@ -641,10 +648,11 @@ class PushToRequest(message.Message):
         target_address: builtins.str = ...,
         replica: builtins.bool = ...,
         targets: abc.Iterable[EndpointReply] | None = ...,
+        move: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "replica", b"replica", "target_address", b"target_address", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["landing", b"landing", "layout", b"layout", "move", b"move", "replica", b"replica", "target_address", b"target_address", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support.store import LAYOUT, Roll, block_bytes, block_keys, config, store_node, until, worker
 
 from moonpool.core.ids import NodeId
@@ -38,8 +39,8 @@ class Scene:
     async def publish(self, client: WorkerStore, keys: list[bytes]) -> None:
         assert await client.publish([(key, block_bytes(key)) for key in keys]) == len(keys)
 
-    async def fetch(self, keys: list[bytes], deadline_ms: int = LONG_MS) -> Fetched:
-        return await self.reader.fetch(keys, NodeId("b"), self.there.member.address, deadline_ms)
+    async def fetch(self, keys: list[bytes], deadline_ms: int = LONG_MS, *, move: bool = False) -> Fetched:
+        return await self.reader.fetch(keys, NodeId("b"), self.there.member.address, deadline_ms, move=move)
 
     def require_right(self, ticket: Ticket, keys: list[bytes]) -> None:
         assert [slot.key for slot in ticket.slots] == keys
@@ -107,6 +108,30 @@ async def test_only_what_is_lacking_is_moved_and_all_of_it_is_pinned(tmp_path: P
         assert len(s.orders) == 1
         assert await s.reader.lookup(keys) == 5
         await s.require_idle(fetched.ticket, again.ticket)
+
+
+@pytest.mark.parametrize("move", [False, True])
+async def test_what_was_moved_goes_first_where_it_came_from(tmp_path: Path, move: bool) -> None:
+    async with scene(tmp_path, slots=8) as s:
+        old, moved = block_keys("old", 3), block_keys("moved", 5)
+        await s.publish(s.author, old)
+        await s.publish(s.author, moved)
+        await s.publish(s.reader, moved[:1])
+        fetched = await s.fetch(moved, move=move)
+        s.require_right(fetched.ticket, moved)
+        await s.require_idle(fetched.ticket)
+        assert s.there.numbers().get("cooled", 0) == (4 if move else 0), "the block that the reader had was not asked for"
+        await s.publish(s.author, block_keys("new", 3))
+        assert [await s.author.lookup(keys) for keys in (old, moved)] == ([3, 2] if move else [0, 5])
+
+
+async def test_what_could_not_be_moved_keeps_its_place(tmp_path: Path) -> None:
+    async with scene(tmp_path, Faults(cut=frozenset(range(1_000)))) as s:
+        keys = block_keys("k", 3)
+        await s.publish(s.author, keys)
+        fetched = await s.fetch(keys, move=True)
+        assert len(fetched.ticket.slots) < 3
+        assert s.there.numbers().get("cooled", 0) == 0
 
 
 async def test_a_node_that_has_less_than_it_was_thought_to_gives_what_it_has(tmp_path: Path) -> None:
