@@ -49,3 +49,18 @@ def verb(word: str, cluster: str) -> str:
 def say(line: str) -> None:
     """Progress goes to standard error, so that standard output stays the answer."""
     print(line, file=sys.stderr, flush=True)
+
+
+def named(text: str, option: str) -> tuple[str, dict[str, float]]:
+    """A name and its settings: ``moonpool,ageing=0.1``."""
+    from moonpool.core.errors import ConfigError
+
+    name, *rest = text.split(",")
+    settings: dict[str, float] = {}
+    for part in rest:
+        key, _, value = part.partition("=")
+        try:
+            settings[key.strip()] = float(value)
+        except ValueError as e:
+            raise ConfigError(f"{option}: {part!r} is no SETTING=NUMBER", param=option) from e
+    return name.strip(), settings

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moonpool.cli.options import AsJson, say
+from moonpool.cli.options import AsJson, named, say
+from moonpool.cli.simulate_suite import Compared, compare_policies, run_suite
 
 if TYPE_CHECKING:
     from moonpool.sim.cluster import SimCluster
@@ -40,10 +41,29 @@ def simulate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write figures, requests, pictures.")
     ] = None,
+    compare: Annotated[
+        str, typer.Option("--compare", metavar="P1,P2,...", help="Policies side by side; settings follow their policy's name.")
+    ] = "",
+    suite: Annotated[str, typer.Option("--suite", help="paper: the whole comparison with published figures.")] = "",
+    traces: Annotated[
+        Path | None, typer.Option("--traces", metavar="FOLDER", help="--suite: the public traces.", show_default=False)
+    ] = None,
+    subset: Annotated[
+        str, typer.Option("--subset", help="--suite: all, ci (minutes) or tuning (the constants' grid).")
+    ] = "all",
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="ROW,...", help="--suite: rows by name or pattern; the rest is missed."),
+    ] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="--suite: runs at a time.")] = 2,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace on a simulated cluster, with the production conductor, queues, batchers and pools."""
     from moonpool.core.errors import ConfigError
+
+    if suite:
+        run_suite(suite, traces=traces, subset=subset, only=only or (), folder=output, processes=processes, as_json=as_json)
+        return
     from moonpool.loadgen.trace import read_trace
     from moonpool.scheduler.admission.make import make_admission
     from moonpool.scheduler.policies.make import make_policy
@@ -56,8 +76,14 @@ def simulate(
         raise ConfigError(f"--bursts: {bursts!r} is neither released nor spread", param="--bursts")
     machines = _cluster(cluster, settings or [], {"prefill": prefill, "decode": decode})
     read = read_trace(trace, block_tokens=machines.model.block_tokens)
-    policy_name, policy_settings = _named(policy, "--policy")
-    admission_name, admission_settings = _named(admission, "--admission")
+    if compare:
+        wanted = Compared(
+            read.rows[: limit or None], machines, named(admission, "--admission"), speed, bursts == "spread", seed
+        )
+        compare_policies(compare, wanted, folder=output, as_json=as_json)
+        return
+    policy_name, policy_settings = named(policy, "--policy")
+    admission_name, admission_settings = named(admission, "--admission")
     began = time.monotonic()
     outcome = run(
         read.rows[: limit or None],
@@ -97,21 +123,6 @@ def _cluster(name: str, settings: list[str], counts: dict[str, int]) -> SimClust
     machines = read_cluster(name, values)
     wanted = {role: count for role, count in counts.items() if count}
     return machines.resized(**wanted) if wanted else machines
-
-
-def _named(text: str, option: str) -> tuple[str, dict[str, float]]:
-    """A name and its settings: ``moonpool,ageing=0.1``."""
-    from moonpool.core.errors import ConfigError
-
-    name, *rest = text.split(",")
-    settings: dict[str, float] = {}
-    for part in rest:
-        key, _, value = part.partition("=")
-        try:
-            settings[key.strip()] = float(value)
-        except ValueError as e:
-            raise ConfigError(f"{option}: {part!r} is no SETTING=NUMBER", param=option) from e
-    return name.strip(), settings
 
 
 def _progress() -> Callable[[int, int], None]:

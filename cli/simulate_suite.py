@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from moonpool.cli.options import say
+from moonpool.cli.options import named, say
 
 if TYPE_CHECKING:
     from moonpool.loadgen.trace import TraceRow
@@ -20,11 +21,11 @@ SUITES = ("paper",)
 SUBSETS: tuple[Subset, ...] = ("all", "ci", "tuning")
 
 
-def suite(
+def run_suite(
     name: str,
     *,
     traces: Path | None,
-    subset: str | None,
+    subset: str,
     only: Sequence[str],
     folder: Path | None,
     processes: int,
@@ -32,16 +33,16 @@ def suite(
 ) -> None:
     """Prints the table, or one JSON document, on standard output; progress goes to standard error."""
     from moonpool.core.errors import ConfigError
-    from moonpool.sim.suite.paper import run_suite
+    from moonpool.sim.suite import paper
     from moonpool.sim.suite.report import in_words
 
     if name not in SUITES:
         raise ConfigError(f"--suite: {name!r} is none of {', '.join(SUITES)}", param="--suite")
-    chosen = next((known for known in SUBSETS if known == (subset or "all")), None)
+    chosen = next((known for known in SUBSETS if known == subset), None)
     if chosen is None:
         raise ConfigError(f"--subset: {subset!r} is none of {', '.join(SUBSETS)}", param="--subset")
     wanted = [pattern.strip() for text in only for pattern in text.split(",") if pattern.strip()]
-    report = run_suite(
+    report = paper.run_suite(
         traces=traces,
         subset=chosen,
         only=wanted,
@@ -52,31 +53,53 @@ def suite(
     typer.echo(json.dumps(report.as_json(), indent=1) if as_json else in_words(report))
 
 
-def compare(
-    names: str,
-    rows: Sequence[TraceRow],
-    cluster: SimCluster,
-    *,
-    admission: str,
-    speed: float,
-    folder: Path | None,
-    as_json: bool,
-) -> None:
-    """``names``: policies, with commas: each gets the same requests and the same cluster. ``folder`` gets the picture."""
-    from moonpool.core.errors import ConfigError
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What every policy gets: the same requests, the same cluster, an admission of the same name and settings."""
+
+    rows: Sequence[TraceRow]
+    cluster: SimCluster
+    admission: tuple[str, dict[str, float]]
+    speed: float
+    spread: bool
+    seed: int
+
+
+def compare_policies(names: str, given: Compared, *, folder: Path | None, as_json: bool) -> None:
+    """``names``: policies, with commas, each with its settings behind it. ``folder`` gets the picture."""
     from moonpool.scheduler.admission.make import make_admission
     from moonpool.scheduler.policies.make import make_policy
     from moonpool.sim.compare import compared, draw, table
     from moonpool.sim.run import simulate
 
-    policies = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if len(policies) < 2:
-        raise ConfigError(f"--compare: {names!r} is one policy; give two or more, with commas", param="--compare")
-    made = {name: make_policy(name) for name in policies}  # a wrong name ends it before any of them runs
+    made = {text: make_policy(*named(text, "--compare")) for text in _policies(names)}  # a wrong name ends it before any runs
     outcomes = {}
-    for name, policy in made.items():
-        say(f"{name}: {len(rows)} requests")
-        outcomes[name] = simulate(rows, cluster, policy=policy, admission=make_admission(admission), speed=speed)
+    for text, policy in made.items():
+        say(f"{text}: {len(given.rows)} requests")
+        outcomes[text] = simulate(
+            given.rows,
+            given.cluster,
+            policy=policy,
+            admission=make_admission(*given.admission),
+            speed=given.speed,
+            bursts="spread" if given.spread else "released",
+            seed=given.seed,
+        )
     typer.echo(json.dumps(compared(outcomes), indent=2) if as_json else table(outcomes))
     if folder is not None:
-        say(str(draw(folder, outcomes)))
+        say(f"wrote {draw(folder, outcomes)}")
+
+
+def _policies(names: str) -> list[str]:
+    """``a,x=1,b`` is ``a,x=1`` and ``b``."""
+    from moonpool.core.errors import ConfigError
+
+    found: list[str] = []
+    for part in filter(None, (part.strip() for part in names.split(","))):
+        if "=" in part and found:
+            found[-1] += f",{part}"
+        else:
+            found.append(part)
+    if len(set(found)) < 2:
+        raise ConfigError(f"--compare: {names!r} is one policy; give two or more, with commas", param="--compare")
+    return list(dict.fromkeys(found))
