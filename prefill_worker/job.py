@@ -15,6 +15,7 @@ from moonpool.core.errors import Failure, TransferFailed
 from moonpool.core.handoff import Begun, Drained, PrefillEvent, PrefillJob
 from moonpool.core.ids import MemberId
 from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.placement import Source
 from moonpool.core.request import FinishReason, Sampled
 from moonpool.engine.engine import Engine, Row
 from moonpool.engine.sampler import SamplerState, finish_reason, sample
@@ -219,6 +220,11 @@ class Job:
         size = self._engine.layout.block_tokens
         for index in range(chunk.start // size):
             yield Block(index, self.pages[index], size)
+
+
+def planned_blocks(job: PrefillJob) -> int:
+    """Leading blocks that its placement says need not be computed."""
+    return max((part.first + part.count for part in job.segments if part.source is not Source.RECOMPUTE), default=0)
 
 
 async def give_up_landing(landing: PushLanding, reader_gone: bool = True) -> Drained:

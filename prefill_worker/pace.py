@@ -4,6 +4,7 @@ from __future__ import annotations
 
 KEEP = 0.8  # weight of what is known already against one more measurement
 SLACK = 1.2  # a load may take this much longer than computing is expected to: it also spares the other jobs' time
+GUESS_S = 1e-3  # a token
 MIN_MS = 20  # below this a measurement says little
 
 
@@ -19,6 +20,10 @@ class Pace:
             return
         each = seconds / tokens
         self._token_s = each if self._token_s is None else KEEP * self._token_s + (1 - KEEP) * each
+
+    def seconds(self, tokens: int) -> float:
+        """How long computing ``tokens`` is expected to take; by ``GUESS_S`` while nothing was measured."""
+        return tokens * (GUESS_S if self._token_s is None else self._token_s)
 
     def limit_ms(self, tokens: int, most_ms: int) -> int:
         """How long ``tokens`` may take to come from elsewhere; ``most_ms`` while nothing was measured, and never more."""

@@ -41,7 +41,7 @@ class Runner:
     ) -> None:
         self._engine, self._peers, self._planner, self._link, self._pusher = engine, peers, planner, link, pusher
         self._reuse = reuse
-        self._pace = Pace()
+        self.pace = Pace()
         self._compute_thread = ThreadPoolExecutor(1, "compute")
         self._load_thread = ThreadPoolExecutor(1, "prefix load")
         self._late: set[asyncio.Task[Any]] = set()
@@ -158,7 +158,7 @@ class Runner:
         begun = time.monotonic()
         if self._reuse:
             left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
-            wait = Wait(self._pace, size, left_ms, work.job.attempt.request.use)
+            wait = Wait(self.pace, size, left_ms, work.job.attempt.request.use)
             finding = asyncio.create_task(
                 find(self._link.client, self._link.node, self._peers, work.keys, work.matched, work.job.segments, wait)
             )
@@ -226,7 +226,7 @@ class Runner:
         work.tell(lambda: work.source.sampled(first))
         self.timings.append(timing)
         self.links.extend(work.found.links)
-        self._pace.measured(len(work.tokens) - work.start, timing.seconds - timing.load_seconds)
+        self.pace.measured(len(work.tokens) - work.start, timing.seconds - timing.load_seconds)
         self.counts["prompt_tokens"] += len(work.tokens)
         self.counts["reused_tokens"] += work.start
         self.counts["fetched_bytes"] += work.found.fetched_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -37,7 +38,7 @@ from moonpool.engine.journal import PageJournal
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher
 from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
-from moonpool.prefill_worker.job import Job
+from moonpool.prefill_worker.job import Job, planned_blocks
 from moonpool.prefill_worker.runner import Runner
 from moonpool.prefill_worker.service import PrefillFace
 
@@ -57,6 +58,9 @@ class PrefillWorker:
             age_ms=config.timing.landing_age_ms,
             chunk_tokens=config.engine.prefill_chunk,
             block_tokens=engine.layout.block_tokens,
+            order=config.scheduler.order,
+            age_weight=config.scheduler.age_weight,
+            wait_cap_s=config.scheduler.wait_cap_ms / 1000 or math.inf,
         )
         self._jobs: dict[JobKey, Job] = {}  # until their pages are back
         self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
@@ -115,7 +119,9 @@ class PrefillWorker:
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         work = Job(job, self._engine, hasher, self._quiet)
         try:
-            self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic())
+            left = len(work.tokens) - min(planned_blocks(job) * self._engine.layout.block_tokens, len(work.tokens) - 1)
+            work_s = self._runner.pace.seconds(left)
+            self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic(), work_s)
         except Busy as e:
             raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
         if older := self._jobs.get((request, self._newest.get(request, -1))):
