@@ -14,7 +14,8 @@ from moonpool.scheduler.policy import Asked
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Seconds of a step: with this prompt alone in the batch, and with everybody. ``sure``: the estimate covers it."""
+    """Seconds of a step: with this prompt alone in the batch, and with everybody; where that is more context than the estimate
+    covers, at least as long as with what it does cover. ``sure``: there is an estimate."""
 
     alone_s: float
     full_s: float
@@ -31,5 +32,6 @@ def decode_peak(asked: Asked, row: int, first_token_s: float, window_s: float, p
     produced = sum(attempt.output_tokens for attempt in attempts)
     grown = (len(attempts) * first_token_s + batch * window_s) / pace_s
     context = int(board.context[row]) + produced + tokens + grown
-    alone = a + b + c * (tokens + window_s / pace_s)
-    return Peak(alone, a + b * batch + c * context, context <= float(board.step_reach[row]))
+    reach = float(board.step_reach[row])
+    alone = a + b + c * min(tokens + window_s / pace_s, reach)
+    return Peak(alone, a + b * batch + c * min(context, reach), reach > 0.0)

@@ -7,10 +7,10 @@ tenants that had more than their fair share. What nothing sure can be said of is
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from moonpool.core.errors import Reason
+from moonpool.core.membership import LiveAttempt
 from moonpool.core.placement import Finished, Refusal
 from moonpool.scheduler.admission.decode_peak import decode_peak
 from moonpool.scheduler.admission.headroom import Headroom, Withheld
@@ -19,12 +19,13 @@ from moonpool.scheduler.admission.miss_curve import MissCurve
 from moonpool.scheduler.admission.queue_bounds import QueueBounds
 from moonpool.scheduler.board import UNLIMITED, Board
 from moonpool.scheduler.choice import Option
+from moonpool.scheduler.decode_forecast import AHEAD_S, Expected, course
 from moonpool.scheduler.ledger import Cost, TenantLedger
+from moonpool.scheduler.output_length import OutputLengths
 from moonpool.scheduler.policy import Asked
 
 REMEMBERED = 20_000  # accepted requests that have not ended
-FIRST_ANSWER_TOKENS, FIRST_DECODE_S = 200.0, 20.0  # of an answer, until some have ended
-ANSWER_MEMORY = 500  # answers that the means are over
+EXPECTED_TOKENS = 2_048  # longest answer counted with when an accepted request is charged
 KV_HELD_S = 30.0  # how long a prompt's KV takes up a decode worker, for the ledger
 
 
@@ -46,9 +47,10 @@ class _Judged:
 @dataclass(frozen=True, slots=True)
 class _Accepted:
     tenant: str
-    at: float
     ttft: _Judged | None
     tbt: _Judged | None
+    turn: int
+    prompt_tokens: int
     decode_s: float  # charged for an answer of usual length
     token_s: float  # and what one token of it costs
 
@@ -77,7 +79,12 @@ class MoonpoolAdmission:
         self._bounds = QueueBounds(queued_tokens, queued_requests)
         self._board: Board | None = None  # whose offers the ledger knows
         self._accepted: dict[tuple[str, int], _Accepted] = {}
-        self._answer_tokens, self._decode_s, self._answers = FIRST_ANSWER_TOKENS, FIRST_DECODE_S, 0
+        self._lengths = OutputLengths()
+
+    @property
+    def open(self) -> int:
+        """Accepted requests that have not ended."""
+        return len(self._accepted)
 
     def admit(self, asked: Asked, option: Option) -> Refusal | None:
         if asked.board is not self._board:  # workers came or went
@@ -125,7 +132,7 @@ class MoonpoolAdmission:
             retry_s = max(retry_s, self._drained_s(ttft, option, withheld))
         if tbt is not None and tbt.chance > 0.0:
             parts.append(f"predicted time between tokens {tbt.told} at {names[option.decode]}")
-            retry_s = max(retry_s, self._departed_s(tbt, withheld))
+            retry_s = max(retry_s, self._departed_s(asked, option.decode, tbt, withheld))
         parts.append(f"requests are let in up to a chance of {self._chance:.2f}")
         if withheld.text:
             parts.append(withheld.text)
@@ -136,46 +143,57 @@ class MoonpoolAdmission:
         allowed = self.ttft_curve.highest(self._chance) * ttft.target_s - ttft.alone_s
         return min(max(option.wait_s - max(allowed, 0.0) * (1.0 - withheld.share), 0.0), option.wait_s)
 
-    def _departed_s(self, tbt: _Judged, withheld: Withheld) -> float:
-        """Until so many answers have ended that it would be let in: a share 1 / (mean seconds of an answer) ends a second."""
-        allowed = (self.tbt_curve.highest(self._chance) * tbt.target_s - tbt.alone_s) * (1.0 - withheld.share)
-        others = tbt.full_s - tbt.alone_s
-        if others <= 0.0 or allowed >= others:
+    def _departed_s(self, asked: Asked, row: int, tbt: _Judged, withheld: Withheld) -> float:
+        """Until so many answers have ended at its decode worker that it would be let in; nobody else taken to arrive."""
+        others_s = tbt.full_s - tbt.alone_s
+        allowed_s = (self.tbt_curve.highest(self._chance) * tbt.target_s - tbt.alone_s) * (1.0 - withheld.share)
+        if allowed_s >= others_s:
             return 0.0
-        return MAX_RETRY_S if allowed <= 0.0 else self._decode_s * math.log(others / allowed)
+        fit = tuple(float(x) for x in asked.board.step_fit[:, row])
+        running = [self._expected(attempt) for attempt in asked.board.workers[row].attempts]
+        ahead = course(running, self._lengths, fit, asked.now)
+        now_s = max(float(ahead.step_s[0]) - fit[0], 1e-9)
+        roomy = others_s * (ahead.step_s - fit[0]) / now_s <= max(allowed_s, 0.0)
+        return float(AHEAD_S[int(roomy.argmax())]) if roomy.any() else float(AHEAD_S[-1])
+
+    def _expected(self, attempt: LiveAttempt) -> Expected:
+        mine = self._accepted.get((attempt.request, attempt.attempt))
+        tenant, turn = ("", 0) if mine is None else (mine.tenant, mine.turn)
+        kind = self._lengths.kind(tenant, turn, attempt.prompt_tokens)
+        most = attempt.remaining_tokens
+        return Expected(attempt.prompt_tokens + attempt.output_tokens, attempt.output_tokens, most, kind)
 
     # -- what is learned -----------------------------------------------------------------------------------------------
 
     def _accept(self, asked: Asked, option: Option, ttft: _Judged | None, tbt: _Judged | None) -> None:
-        board, request = asked.board, asked.request
+        board, request, tokens = asked.board, asked.request, asked.prompt.tokens
+        most = min(request.max_tokens, EXPECTED_TOKENS)
+        answer = self._lengths.survival(request.tenant, request.turn, tokens).mean_left(most=most)
         _, b, c = (float(x) for x in board.step_fit[:, option.decode])
-        token_s = b + c * (asked.prompt.tokens + 0.5 * self._answer_tokens)
-        decode_s = token_s * self._answer_tokens
-        byte = board.block_bytes / asked.prompt.block_tokens
-        plan = option.plan
+        token_s = b + c * (tokens + 0.5 * answer)
+        plan, kv_bytes = option.plan, tokens * board.block_bytes / asked.prompt.block_tokens
         moved = max(plan.until - plan.local - plan.front, 0) * board.block_bytes if plan.source is not None else 0
-        self.ledger.charge(request.tenant, Cost(option.work_s + decode_s, asked.prompt.tokens * byte, moved), asked.now)
+        self.ledger.charge(request.tenant, Cost(option.work_s + token_s * answer, kv_bytes, moved), asked.now)
         key = request.request, request.attempt
         self._accepted.pop(key, None)
-        self._accepted[key] = _Accepted(request.tenant, asked.now, ttft, tbt, decode_s, token_s)
+        self._accepted[key] = _Accepted(request.tenant, ttft, tbt, request.turn, tokens, token_s * answer, token_s)
         if len(self._accepted) > REMEMBERED:
             del self._accepted[next(iter(self._accepted))]
 
     def finished(self, done: Finished, now: float) -> None:
+        """What an answer really took is put right in the ledger; its latencies teach the curves."""
         accepted = self._accepted.pop((done.request, done.attempt), None)
         if accepted is None:
             return
         self.ledger.charge(accepted.tenant, Cost(accepted.token_s * done.output_tokens - accepted.decode_s), now)
-        if done.outcome != "ok" or done.ttft_ms <= 0.0:
+        ended = done.outcome == "ok"
+        self._lengths.add(accepted.tenant, accepted.turn, accepted.prompt_tokens, done.output_tokens, ended=ended)
+        if not ended or done.ttft_ms <= 0.0:
             return
         if accepted.ttft is not None and done.attempt <= 1:
             self.ttft_curve.add(accepted.ttft.ratio, done.ttft_ms / 1e3 / accepted.ttft.target_s)
         if accepted.tbt is not None and done.output_tokens > 1:
             self.tbt_curve.add(accepted.tbt.ratio, done.tbt_ms / 1e3 / accepted.tbt.target_s)
-        self._answers = min(self._answers + 1, ANSWER_MEMORY)
-        self._answer_tokens += (done.output_tokens - self._answer_tokens) / self._answers
-        took = max(now - accepted.at - done.ttft_ms / 1e3, 0.0)
-        self._decode_s += (took - self._decode_s) / self._answers
 
 
 def _judged(curve: MissCurve, withheld: Withheld, target_s: float, alone_s: float, full_s: float) -> _Judged:
