@@ -229,7 +229,8 @@ class Conductor:
         row = None if isinstance(asked, Refusal) else asked.board.row.get(booking.decode)
         if isinstance(asked, Refusal) or row is None:
             return None
-        option = predict(asked, Choice(decisions[-1].option.prefill, row, 0), 0.0)
+        prefill = asked.board.row.get(booking.prefill, row)  # it may have left meanwhile: its share is done
+        option = predict(asked, Choice(prefill, row, 0), 0.0)
         refusal = self.admission.recheck(asked, option)
         if refusal is not None:
             self._view.release(request)
@@ -244,8 +245,9 @@ class Conductor:
             return rows
         prompt = Prompt(request.prompt_tokens, len(request.keys), self._view.block_tokens)
         held = self._held(request.keys, board, rows)
-        soon = self._view.soon(request.keys, held.anywhere)
-        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, self._overhead.seconds, soon)
+        soon, sharing = self._view.alike(request.keys, held.anywhere)
+        seconds, pool = self._overhead.seconds, self._view.pool
+        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool)
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
         devices, pool = self._view.devices, self._view.pool
@@ -323,7 +325,10 @@ class Conductor:
         return bool(asked.board.busy_until[row] <= asked.now + self.policy.lookahead_s)
 
     def _anybody_free(self, now: float) -> bool:
+        """Or no pair of workers is left, and those who wait are to hear it."""
         board = self._view.board
+        if board.everybody is None:
+            return True
         return bool(((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any())
 
     def _wait(self, asked: Asked, choice: Choice, record: Decision) -> Later | Refusal:

@@ -15,6 +15,7 @@ from moonpool.scheduler.actions import Action
 from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, Soon, score_decode, score_prefill
 from moonpool.scheduler.links import Links
+from moonpool.scheduler.prefix_index import PrefixIndex
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class Asked:
     number: int  # decisions so far: turns of a round robin, counter of seeded draws
     overhead_s: float = 0.0  # between a prefill worker's first token and the gateway
     soon: tuple[Soon, ...] = ()  # what is being computed for others and reaches beyond all that is held
+    sharing: int = 0  # prompts being computed that begin with all that is held of this one
+    pool: PrefixIndex | None = field(default=None, repr=False)  # what nodes hold, by tier; to be read only
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
     _decode: DecodeScores | None = field(default=None, repr=False)

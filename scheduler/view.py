@@ -149,17 +149,20 @@ class View:
     def booking(self, request: str) -> Booking | None:
         return self._ledger.bookings.get(request)
 
-    def soon(self, keys: tuple[bytes, ...], beyond: int) -> tuple[Soon, ...]:
-        """Prompts being computed that share more than ``beyond`` leading blocks with ``keys``."""
-        if beyond >= len(keys):
-            return ()
-        wanted = keys[beyond]
-        out = []
+    def alike(self, keys: tuple[bytes, ...], held: int) -> tuple[tuple[Soon, ...], int]:
+        """Of the prompts being computed: those that share more than ``held`` leading blocks with ``keys``, and how many share
+        at least so many."""
+        soon, sharing = [], 0
+        last, beyond = keys[held - 1] if held else b"", keys[held] if held < len(keys) else b""
         for booking in self._ledger.computing.values():
+            theirs = booking.keys
+            if held and (len(theirs) < held or theirs[held - 1] != last):
+                continue
+            sharing += 1
             row = self.board.row.get(booking.prefill)
-            if row is not None and len(booking.keys) > beyond and booking.keys[beyond] == wanted:
-                out.append(Soon(row, shared_blocks(keys, booking.keys), booking.prefilled_at))
-        return tuple(out)
+            if row is not None and beyond and len(theirs) > held and theirs[held] == beyond:
+                soon.append(Soon(row, shared_blocks(keys, theirs), booking.prefilled_at))
+        return tuple(soon), sharing if held else 0
 
     def release(self, request: str, attempt: int | None = None) -> None:
         """The booking of ``request``, if it has one; of this attempt only, where one is given."""

@@ -9,12 +9,13 @@ source's copy is the first to be evicted, so that the cluster's memory is not fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from moonpool.core.ids import NodeId
-from moonpool.scheduler.actions import Action
+from moonpool.scheduler.actions import Action, Prefetch, Replicate
 from moonpool.scheduler.board import Floats
 from moonpool.scheduler.choice import decoder_for
 from moonpool.scheduler.costs import work_seconds
@@ -35,6 +36,7 @@ class Moonpool:
     lookahead_s: float = 0.0
     patience: float = 0.02  # how much sooner, relatively, a busy worker must be than a free one
     move: float = 1.0  # 0: what is fetched is a copy
+    hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
 
     def choose(self, asked: Asked) -> Choice | None:
         plan = fetching(asked, _holders(asked))
@@ -47,7 +49,8 @@ class Moonpool:
         if plan.ttft[row] > ttft[row] or not plan.ttft[row] < asked.local.ttft[row] - asked.overhead_s:
             return Choice(row, decode, asked.local_blocks(row))
         source = plan.sources[plan.source[row]]
-        return Choice(row, decode, asked.held.anywhere, source, int(plan.front[row]), self.move > 0)
+        moves = self.move > 0 and asked.sharing < self.hot
+        return Choice(row, decode, asked.held.anywhere, source, int(plan.front[row]), moves)
 
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
@@ -64,10 +67,16 @@ class Moonpool:
         return self.size_weight * waiting.work_s + self.age * waiting.arrived
 
     def ahead(self, asked: Asked, choice: Choice) -> list[Action]:
-        return []
+        """What lies on the SSD of the node it will be taken from comes into its DRAM while the request waits."""
+        return [*_from_ssd(asked, choice)]
 
     def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
-        return []
+        """One more copy of what is hot, each time that twice as many share it."""
+        sharing, hot = asked.sharing, max(int(self.hot), 1)
+        times = sharing // hot
+        if sharing % hot or times & (times - 1) or not times or len(asked.held.holders) > times:
+            return []
+        return [*_spread(asked, choice)]
 
 
 def _holders(asked: Asked) -> tuple[NodeId, ...]:
@@ -75,6 +84,25 @@ def _holders(asked: Asked) -> tuple[NodeId, ...]:
     if len(holders) <= SOURCES:
         return holders
     return tuple(holders[(turn + i) % len(holders)] for i in range(SOURCES))
+
+
+def _from_ssd(asked: Asked, choice: Choice) -> Iterator[Prefetch]:
+    node = choice.source or asked.board.nodes[choice.prefill]
+    keys, pool = asked.request.keys[: choice.until], asked.pool
+    if keys and pool is not None and pool.tier_of(keys[-1], node) not in (None, pool.top):
+        yield Prefetch(node, keys)
+
+
+def _spread(asked: Asked, choice: Choice) -> Iterator[Replicate]:
+    """To the node that would have it soonest, of those that neither have it nor are getting it."""
+    board, held = asked.board, asked.held
+    taken = {*held.holders, board.nodes[choice.prefill]}
+    rows = [row for row in asked.prefills.nonzero()[0] if board.nodes[row] not in taken and board.pooled[row]]
+    if not rows or not held.holders:
+        return
+    source = held.holders[asked.number % len(held.holders)]
+    seconds = asked.links.seconds(source, held.anywhere * board.block_bytes, tuple(board.nodes[row] for row in rows))
+    yield Replicate(source, board.nodes[rows[int(seconds.argmin())]], asked.request.keys[: held.anywhere])
 
 
 def _wait_for_others(asked: Asked, ttft: Floats) -> None:

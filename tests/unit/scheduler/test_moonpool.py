@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from support.cluster_of_members import BLOCK, LAYOUT, Cluster, keys, prefill_seconds
 
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, Tier
-from moonpool.core.ids import Incarnation, NodeId, Role
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import LiveAttempt
 from moonpool.core.placement import Later, Placement, PlaceRequest, Segment, Source
-from moonpool.scheduler.actions import Bound
+from moonpool.scheduler.actions import Bound, Prefetch, Replicate
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.policies.make import make_policy
@@ -45,7 +45,7 @@ def busy(cluster: Cluster, worker: str, tokens: int) -> None:
     cluster.report(worker, [LiveAttempt(f"at-{worker}", 1, tokens, tokens)] if tokens else [])
 
 
-def due(cluster: Cluster) -> list[tuple[str, str]]:
+def due(cluster: Cluster) -> list[tuple[str, MemberId]]:
     """(request, prefill worker) of those who are answered now."""
     out = []
     for action in cluster.conductor.due(cluster.now):
@@ -54,7 +54,7 @@ def due(cluster: Cluster) -> list[tuple[str, str]]:
     return out
 
 
-def wait_and_bind(cluster: Cluster) -> list[tuple[str, str]]:
+def wait_and_bind(cluster: Cluster) -> list[tuple[str, MemberId]]:
     """Moves the clock to when the conductor wants to be called, until somebody is answered."""
     while True:
         at = cluster.conductor.next_at()
@@ -153,7 +153,8 @@ def test_ageing_bounds_by_how_much_later_ones_may_pass(works: list[int], gaps: l
     """Whoever goes before an earlier one was shorter by more than what the earlier one had aged by then."""
     cluster = apart(1, age=age, wait_cap_s=1e6)
     busy(cluster, "prefill-0", 4_000)
-    arrived, order = {}, []
+    arrived: dict[str, float] = {}
+    order: list[str] = []
     for i, tokens in enumerate(works):
         arrived[f"r{i}"] = cluster.now
         ask(cluster, f"r{i}", tokens)
@@ -309,3 +310,32 @@ def test_a_request_that_nobody_waits_for_any_more_is_forgotten() -> None:
     cluster.conductor.withdraw("r", cluster.now)
     assert cluster.gauge("waiting") == 0
     assert cluster.conductor.next_at() is None
+
+
+def test_a_prefix_that_many_prompts_share_just_now_gets_another_copy_as_often_as_their_number_doubles() -> None:
+    cluster = apart(7, hot=2.0, patience=0.0)
+    shared = keys(1, 20)
+    cluster.stored("g", shared, store="store-g")
+    copies = []
+    for i in range(6):
+        answer = ask(cluster, f"r{i}", 400 * BLOCK, (*shared, *keys(10 + i, 20)))
+        assert isinstance(answer, Placement)
+        fetched = [segment for segment in answer.segments if segment.node not in (None, answer.prefill.node)]
+        assert all(segment.move == (i < 2) for segment in fetched), "hot copies stay where they are"
+        copies.append([action for action in cluster.conductor.take_actions() if isinstance(action, Replicate)])
+    assert [len(made) for made in copies] == [0, 0, 1, 0, 1, 0], "when two and when four others share it"
+    (copy,) = copies[2]
+    assert (copy.source, copy.keys) == (NodeId("g"), shared)
+    assert copy.target != copy.source
+
+
+def test_what_lies_on_an_ssd_comes_into_memory_while_its_request_waits() -> None:
+    cluster = apart(1)
+    prompt = keys(1, 20)
+    cluster.stored("a", prompt[:5], store="store-a")
+    cluster.stored("a", prompt[5:], store="store-a", tier=Tier.G3)
+    busy(cluster, "prefill-0", 1_000)
+    assert isinstance(ask(cluster, "r", 21 * BLOCK, prompt), Later)
+    assert cluster.conductor.take_actions() == [Prefetch(NodeId("a"), prompt)]
+    assert isinstance(ask(cluster, "short", 6 * BLOCK, prompt[:5]), Later)
+    assert cluster.conductor.take_actions() == []
