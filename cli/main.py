@@ -17,6 +17,7 @@ from moonpool.cli import (
     explain,
     load,
     model,
+    plan,
     rebalance,
     run_role,
     simulate,
@@ -58,6 +59,7 @@ def build(choices: _Choices) -> typer.Typer:
     app.add_typer(store.store, name="store")
     app.add_typer(bench.bench, name="bench")
     app.command("doctor")(doctor.doctor)
+    app.command("plan")(plan.plan)
     app.command("run")(run_role.run)
     app.add_typer(model.model, name="model")
     app.add_typer(config.config, name="config")
