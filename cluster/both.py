@@ -17,6 +17,7 @@ from moonpool.decode_worker.live import Live
 from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.link import StoreLink
+from moonpool.prefill_worker.ahead import at_once
 from moonpool.prefill_worker.pace import Pace
 from moonpool.prefill_worker.prefix import PrefixLoad, Wait, find, quarantine
 
@@ -37,13 +38,14 @@ class PoolPrefix:
         sequence, client = live.sequence, self._link.client
         deadline_ms = live.attempt.deadline_ms
         wait = Wait(self.pace, self._engine.layout.block_tokens, deadline_ms, live.attempt.request.use)
-        found = await find(client, self._link.node, self._peers, sequence.keys, matched, live.placement.segments, wait)
+        segments = at_once(live.placement.segments)  # other rows compute meanwhile
+        found = await find(client, self._link.node, self._peers, sequence.keys, matched, segments, wait)
         live.fetch_seconds += found.fetch_seconds
         self.links.extend(found.links)
         if client is None or not found.slots:
             return matched
         pages = sequence.pages[matched : matched + len(found.slots)]
-        load = PrefixLoad(found, pages, self._engine.kv_bytes, self._engine.layout)
+        load = PrefixLoad(client, found.slots, matched, pages, self._engine.kv_bytes, self._engine.layout)
         load.start(self._thread)
         try:
             await load.ended()

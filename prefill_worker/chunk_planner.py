@@ -149,10 +149,23 @@ class ChunkPlanner:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} cannot restart at {start}, {entry.done} tokens are done")
         entry.done = start
 
-    def chunk(self, key: JobKey) -> Chunk:
-        """What to compute next of the running job."""
+    def skip(self, key: JobKey, start: int) -> None:
+        """What lies before token ``start`` came from elsewhere meanwhile: go on there."""
+        entry = self._entry(key, Stage.COMPUTING)
+        if not entry.done <= start < entry.total:
+            raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is at {entry.done} of {entry.total}, no skip to {start}")
+        entry.done = start
+
+    def done(self, key: JobKey) -> int:
+        """Tokens of the running job whose KV exists."""
+        return self._entry(key, Stage.COMPUTING).done
+
+    def chunk(self, key: JobKey, until: int | None = None) -> Chunk:
+        """What to compute next of the running job; not beyond token ``until``, a block border, where one is given."""
         entry = self._entry(key, Stage.COMPUTING)
         end = chunk_end(entry.done, entry.total, self._chunk_tokens, self._block_tokens)
+        if until is not None and entry.done < until:
+            end = min(end, until)
         return Chunk(self._chunks, entry.done, end, end == entry.total)
 
     def computed(self, key: JobKey, chunk: Chunk) -> None:

@@ -20,6 +20,7 @@ from moonpool.core.request import FinishReason, Sampled
 from moonpool.engine.engine import Engine, Row
 from moonpool.engine.sampler import SamplerState, finish_reason, sample
 from moonpool.kvstore.pusher import PushLanding
+from moonpool.prefill_worker.ahead import Ahead
 from moonpool.prefill_worker.chunk_planner import Chunk, JobKey
 from moonpool.prefill_worker.handoff_source import (
     Abandon,
@@ -57,7 +58,10 @@ class Job:
         self.published = 0  # leading blocks offered to the device-page index
         self.start = 0  # tokens reused
         self.found = Found()
-        self.load: PrefixLoad | None = None
+        self.loads: list[PrefixLoad] = []
+        self.ahead: Ahead | None = None
+        self.ahead_tokens = 0  # fetched while others were computed, and used
+        self._told = 0  # leading blocks whose layers were told
         self.load_seconds = 0.0
         self.landing: PushLanding | None = None
         self.draining: set[asyncio.Task[None]] = set()
@@ -123,8 +127,8 @@ class Job:
             case Drain():
                 self._drain(give_up=False)
             case Abandon():
-                if self.load is not None:
-                    self.load.stop()
+                for load in self.loads:
+                    load.stop()
                 self._drain(give_up=True)
             case ReleasePages():
                 self._on_quiet(self)
@@ -161,18 +165,18 @@ class Job:
 
         LoadStopped when the attempt ended meanwhile, PrefixLost when a loaded block is bad, TransferFailed.
         """
-        # Of what the chunk builds on, the loaded blocks: those after them were computed by earlier chunks of this job.
-        reused_tokens = min(chunk.start, self.start)
-        relied = max(blocks_for(reused_tokens, self._engine.layout.block_tokens) - self.matched, 0) if self.load else 0
+        before = blocks_for(chunk.start, self._engine.layout.block_tokens)  # that the chunk builds on
+        relied = [(load, wanted) for load in self.loads if (wanted := load.needed(before))]
         blocks = tuple(self._blocks_of(chunk))
-        reused = tuple(self._reused_blocks(chunk)) if chunk.number == 0 else ()
+        reused = tuple(self._untold_blocks(chunk))
 
         def before_layer(layer: int) -> None:
             if self.source.stop:
                 raise LoadStopped
-            if relied and self.load is not None:
+            if relied:
                 begun = time.monotonic()
-                self.load.wait(layer, relied)
+                for load, wanted in relied:
+                    load.wait(layer, wanted)
                 self.load_seconds += time.monotonic() - begun
                 if layer == self._engine.layout.layers - 1:
                     self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
@@ -184,6 +188,7 @@ class Job:
 
         row = Row(self.tokens[chunk.start : chunk.end], chunk.start, self.pages, chunk.last)
         logits = self._engine.forward([row], before_layer=before_layer, on_layer=on_layer)
+        self._told = chunk.end // self._engine.layout.block_tokens
         if not chunk.last:
             return None
         self.life.stamp(Instant.LAST_LAYER_COMPUTED, time.monotonic())
@@ -216,15 +221,16 @@ class Job:
             index = chunk.end // size
             yield Block(index, self.pages[index], self.tail_valid)
 
-    def _reused_blocks(self, chunk: Chunk) -> Iterable[Block]:
+    def _untold_blocks(self, chunk: Chunk) -> Iterable[Block]:
+        """Those before the chunk that came from elsewhere since the last one."""
         size = self._engine.layout.block_tokens
-        for index in range(chunk.start // size):
+        for index in range(self._told, chunk.start // size):
             yield Block(index, self.pages[index], size)
 
 
 def planned_blocks(job: PrefillJob) -> int:
-    """Leading blocks that its placement says need not be computed."""
-    return max((part.first + part.count for part in job.segments if part.source is not Source.RECOMPUTE), default=0)
+    """How many its placement says need not be computed."""
+    return sum(part.count for part in job.segments if part.source is not Source.RECOMPUTE)
 
 
 async def give_up_landing(landing: PushLanding, reader_gone: bool = True) -> Drained:

@@ -22,7 +22,7 @@ from moonpool.core.errors import DigestMismatch, MoonpoolError
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
-from moonpool.core.membership import LinkTiming, Peers
+from moonpool.core.membership import LinkTiming, Member, Peers
 from moonpool.core.placement import Segment, Source
 from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 
 
 class PrefixLost(Exception):
-    """Only the first ``blocks`` of the loaded blocks are good: the rest must be computed."""
+    """Only the first ``blocks`` of the blocks of ``load`` are good: the rest must be computed."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, load: PrefixLoad, blocks: int) -> None:
         super().__init__(f"{blocks} blocks of the prefix are left")
+        self.load = load
         self.blocks = blocks
 
 
@@ -139,12 +140,27 @@ async def _fetch_next(
             if store is None:
                 return False
             limit_ms = wait.limit_ms(end - have) + CONNECT_MS
-            begun = time.monotonic()
-            fetched = await client.fetch(keys[have:end], store.node, store.address, limit_ms, wait.use)
-            found.links.append(LinkTiming(store.node, here, fetched.bytes, time.monotonic() - begun))
-            _take(found, fetched.ticket)
+            await fetch(found, client, here, keys[have:end], store, limit_ms, wait.use, move=segment.move)
             return first + len(found.slots) == end
     return False
+
+
+async def fetch(
+    found: Found,
+    client: WorkerStore,
+    here: NodeId,
+    keys: Sequence[bytes],
+    store: Member,
+    limit_ms: int,
+    use: Use,
+    *,
+    move: bool,
+) -> None:
+    """Bring what can be had of ``keys`` from ``store`` into the pool of ``here``, and pin it."""
+    begun = time.monotonic()
+    fetched = await client.fetch(keys, store.node, store.address, limit_ms, use, move=move)
+    found.links.append(LinkTiming(store.node, here, fetched.bytes, time.monotonic() - begun))
+    _take(found, fetched.ticket)
 
 
 def _take(found: Found, ticket: Ticket) -> None:
@@ -159,18 +175,27 @@ class PrefixLoad:
     ``bad`` is set once a copy failed its digest: (slot, layer) of the copy that the caller quarantines.
     """
 
-    def __init__(self, found: Found, pages: Sequence[int], kv_bytes: NDArray[np.uint8], layout: KVLayout) -> None:
-        """``pages[i]`` takes the block of ``found.slots[i]``; the caller holds them until ``ended``."""
-        assert found.client is not None
-        self._client = found.client
-        self._slots = found.slots
+    def __init__(
+        self,
+        client: WorkerStore,
+        slots: Sequence[SlotRef],
+        first: int,
+        pages: Sequence[int],
+        kv_bytes: NDArray[np.uint8],
+        layout: KVLayout,
+    ) -> None:
+        """``pages[i]`` takes ``slots[i]``, block ``first + i`` of the prompt. The caller holds both until ``ended``."""
+        self._client = client
+        self._slots = slots
         self._pages = pages
         self._kv_bytes = kv_bytes
         self._layout = layout
         self._changed = threading.Condition()
         self._layers_in = 0
         self._stopped = False
-        self.blocks = len(found.slots)  # good so far
+        self.first = first
+        self.trusted = len(slots)  # of its blocks, so many are not to be computed
+        self.blocks = len(slots)  # good so far
         self.bad: tuple[SlotRef, int] | None = None
         self._over = asyncio.Event()
 
@@ -187,6 +212,10 @@ class PrefixLoad:
             self._stopped = True
             self._changed.notify_all()
 
+    def needed(self, blocks: int) -> int:
+        """Of the first ``blocks`` of the prompt, how many come from here."""
+        return max(min(blocks - self.first, self.trusted), 0)
+
     def wait(self, layer: int, blocks: int) -> None:
         """Until ``layer`` of the first ``blocks`` blocks is in pages. PrefixLost where fewer are good, or LoadStopped."""
         with self._changed:
@@ -194,7 +223,7 @@ class PrefixLoad:
             if self._stopped:
                 raise LoadStopped
             if self.blocks < blocks:
-                raise PrefixLost(self.blocks)
+                raise PrefixLost(self, self.blocks)
 
     def _run(self) -> None:
         for layer in range(self._layout.layers):

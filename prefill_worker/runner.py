@@ -24,12 +24,22 @@ from moonpool.engine.engine import Engine
 from moonpool.engine.pages import OutOfPages
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher, PushLanding
+from moonpool.prefill_worker.ahead import Ahead, fetch_ahead
 from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
 from moonpool.prefill_worker.job import Job, give_up_landing, private_keys
 from moonpool.prefill_worker.pace import Pace
-from moonpool.prefill_worker.prefix import LoadStopped, PrefixLoad, PrefixLost, Wait, find, quarantine
+from moonpool.prefill_worker.prefix import (
+    Found,
+    LoadStopped,
+    PrefixLoad,
+    PrefixLost,
+    Wait,
+    find,
+    quarantine,
+)
 
 MAX_TIMINGS = 1_024  # between two reports
+MEET_SHARE = 0.25  # of the time of the next chunk that computing waits where a fetch was to meet it
 log = logging.getLogger(__name__)
 
 
@@ -159,9 +169,9 @@ class Runner:
         if self._reuse:
             left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
             wait = Wait(self.pace, size, left_ms, work.job.attempt.request.use)
-            finding = asyncio.create_task(
-                find(self._link.client, self._link.node, self._peers, work.keys, work.matched, work.job.segments, wait)
-            )
+            where = self._link.client, self._link.node, self._peers, work.keys, work.matched, work.job.segments, wait
+            work.ahead = fetch_ahead(*where)
+            finding = asyncio.create_task(find(*where))
             if not await work.done_or_ended(finding):
                 finding.cancel()
                 await asyncio.gather(finding, return_exceptions=True)  # it ends its pins
@@ -170,21 +180,75 @@ class Runner:
         work.load_seconds = time.monotonic() - begun
         blocks = work.matched + len(work.found.slots)
         if work.found.slots and not work.ended():
-            pages = work.pages[work.matched : blocks]
-            work.load = PrefixLoad(work.found, pages, self._engine.kv_bytes, self._engine.layout)
-            work.load.start(self._load_thread)
+            self._load(work, work.matched, work.found)
         work.start = min(blocks * size, len(work.tokens) - 1)
+
+    def _load(self, work: Job, first: int, found: Found, *, skip: int = 0) -> None:
+        """Bring the blocks of ``found`` but the first ``skip`` of them into the pages of blocks ``first``.. ."""
+        assert found.client is not None
+        slots = found.slots[skip:]
+        pages = work.pages[first : first + len(slots)]
+        load = PrefixLoad(found.client, slots, first, pages, self._engine.kv_bytes, self._engine.layout)
+        work.loads.append(load)
+        load.start(self._load_thread)
+
+    async def _meet(self, work: Job) -> int | None:
+        """Take in what was fetched while blocks before it were computed, once computing has come to it.
+
+        Computing never stops for it but for a moment where the two were to meet. Returns the token before which the next
+        chunk ends so that they can.
+        """
+        ahead, size = work.ahead, self._engine.layout.block_tokens
+        if ahead is None:
+            return None
+        done = self._planner.done(work.key)
+        at = done // size
+        if at < ahead.first and not ahead.lost:
+            return ahead.first * size
+        if at == ahead.first and not ahead.fetching.done():
+            begun = time.monotonic()
+            chunk = self._planner.chunk(work.key)
+            await asyncio.wait({ahead.fetching}, timeout=MEET_SHARE * self.pace.seconds(chunk.end - chunk.start))
+            work.load_seconds += time.monotonic() - begun
+        if ahead.fetching.done() or at >= ahead.end:
+            work.ahead = None
+            if not ahead.fetching.done():
+                self._behind(ahead.drop())
+            elif not work.ended():
+                self._take_ahead(work, ahead, done)
+        return None
+
+    def _take_ahead(self, work: Job, ahead: Ahead, done: int) -> None:
+        found, size = ahead.fetching.result(), self._engine.layout.block_tokens
+        at = max(done // size, ahead.first)
+        until = min((ahead.first + len(found.slots)) * size, len(work.tokens) - 1)
+        self.links.extend(found.links)
+        self.counts["fetched_bytes"] += found.fetched_bytes
+        used = max(until - done, 0)
+        self.counts["fetched_ahead_tokens"] += used
+        self.counts["fetched_late_tokens"] += (ahead.end - ahead.first) * size - used
+        if not used:
+            self._behind(found.close())
+            return
+        self._load(work, at, found, skip=at - ahead.first)
+        work.found.tickets += found.tickets
+        work.found.client = found.client
+        work.ahead_tokens = used
+        self._planner.skip(work.key, until)
 
     async def _compute(self, work: Job) -> None:
         loop = asyncio.get_running_loop()
         while not work.ended():
-            chunk = self._planner.chunk(work.key)
+            until = await self._meet(work)
+            if work.ended():
+                return
+            chunk = self._planner.chunk(work.key, until)
             try:
                 sampled = await loop.run_in_executor(self._compute_thread, work.compute, chunk)
             except LoadStopped:
                 return
             except PrefixLost as lost:
-                await self._shorten(work, lost.blocks)
+                await self._shorten(work, lost.load, lost.blocks)
                 continue
             self._planner.computed(work.key, chunk)
             self._publish(work, chunk)
@@ -192,14 +256,24 @@ class Runner:
                 self._first_token(work, sampled)
                 return
 
-    async def _shorten(self, work: Job, blocks: int) -> None:
+    async def _shorten(self, work: Job, load: PrefixLoad, blocks: int) -> None:
         """A loaded block is bad: it is no longer findable, and everything from it on is computed."""
-        assert work.load is not None
-        self.counts["prefix_blocks_lost"] += len(work.found.slots) - blocks
-        if work.load.bad is not None:
-            await quarantine(self._link.client, *work.load.bad)
-        work.start = (work.matched + blocks) * self._engine.layout.block_tokens
-        self._planner.restart(work.key, min(work.start, len(work.tokens) - 1))
+        self.counts["prefix_blocks_lost"] += load.trusted - blocks
+        if load.bad is not None:
+            await quarantine(self._link.client, *load.bad)
+        for later in work.loads:
+            if later.first > load.first:
+                later.stop()
+                await later.ended()  # its pages are about to be computed
+                later.trusted = 0
+        load.trusted = blocks
+        size = self._engine.layout.block_tokens
+        start = min((load.first + blocks) * size, len(work.tokens) - 1)
+        lost = self._planner.done(work.key) - start
+        from_ahead = min(lost, work.ahead_tokens)
+        work.ahead_tokens -= from_ahead
+        work.start = min(work.start, start)
+        self._planner.restart(work.key, start)
 
     def _publish(self, work: Job, chunk: Chunk) -> None:
         """Whole blocks, reused ones included: every layer of them is in its page now."""
@@ -213,30 +287,34 @@ class Runner:
     def _first_token(self, work: Job, sampled: Sampled) -> None:
         now = time.monotonic()
         size, prompt = self._engine.layout.block_tokens, len(work.job.attempt.request.prompt)
+        cached = work.start + work.ahead_tokens
         timing = PrefillTiming(
             len(work.tokens),
-            work.start,
+            cached,
             now - work.taken,
             work.load_seconds,
-            max(work.start - work.matched * size, 0),
+            max(cached - work.matched * size, 0),
             work.found.fetch_seconds,
         )
-        first = FirstToken(sampled, min(work.start, prompt), work.ends_with(sampled.token), timing)
+        first = FirstToken(sampled, min(cached, prompt), work.ends_with(sampled.token), timing)
         work.life.stamp(Instant.FIRST_TOKEN, now)
         work.tell(lambda: work.source.sampled(first))
-        self.timings.append(timing)
+        if not work.ahead_tokens:  # else it was computed in two parts, which no estimate of whole ones should learn from
+            self.timings.append(timing)
         self.links.extend(work.found.links)
-        self.pace.measured(len(work.tokens) - work.start, timing.seconds - timing.load_seconds)
+        self.pace.measured(len(work.tokens) - cached, timing.seconds - timing.load_seconds)
         self.counts["prompt_tokens"] += len(work.tokens)
-        self.counts["reused_tokens"] += work.start
+        self.counts["reused_tokens"] += cached
         self.counts["fetched_bytes"] += work.found.fetched_bytes
 
     async def _leave_pages(self, work: Job) -> None:
         """Compute and prefix load have left the pages; the next job may start while this one drains."""
-        if work.load is not None:
+        if work.ahead is not None:
+            self._behind(work.ahead.drop())
+        for load in work.loads:
             if work.ended():
-                work.load.stop()
-            await work.load.ended()
+                load.stop()
+            await load.ended()
         self._behind(work.found.close())  # beside the next job: the store node may be slow to answer
         if work.ended():
             work.tell(work.source.stopped)
