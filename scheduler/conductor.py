@@ -210,8 +210,9 @@ class Conductor:
         choice = choice_of(placed, asked)
         if choice is None:
             return None
-        self._book(asked, predict(asked, choice))
-        return _considered(asked, choice)
+        found = _considered(asked, choice)
+        self._book(asked, found.option)
+        return found
 
     def withdraw(self, request: str, now: float) -> None:
         """Nobody waits for the answer to ``request`` any more."""

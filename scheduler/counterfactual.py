@@ -1,9 +1,9 @@
 """What another policy would have decided, over a recorded log: one decision at a time, everything else as it was.
 
-A conductor is told everything that the recorded one was told. Before it books what was really decided, the other policy is
-asked what it would choose in the same place. Both choices are priced by the same estimates at the same moment, so their
-difference is one of policies, not of luck; what follows from a different choice (other queues, other caches) is not played
-out here, a simulation does that.
+A conductor is told everything that the recorded one was told. At the moment of each answer, before it books what was really
+decided, the other policy is asked what it would choose instead. Both choices are priced by the same estimates at the same
+moment, and both keep the time that the request had waited until then, so their difference is one of choices; what would
+follow from another choice (other queues, other caches) is not played out here, a simulation does that.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Compared:
 
     @property
     def differs(self) -> bool:
+        """Nobody but the admission refuses: a refused request has nothing to differ from."""
         mine, other = self.recorded, self.other
         if mine is None or other is None:
-            return mine is not other
+            return False
         return (mine.prefill, mine.decode, mine.until) != (other.prefill, other.decode, other.until)
 
     @property
@@ -52,7 +53,7 @@ class Compared:
 
     @property
     def other_ttft_s(self) -> float | None:
-        return None if self.other is None else self.other.option.ttft.likely
+        return None if self.other is None else self.waited_s + self.other.option.ttft.likely
 
     @property
     def gain_s(self) -> float | None:
@@ -109,27 +110,25 @@ def counterfactual(entries: Iterable[Entry], policy: Policy, *, booking_s: float
     for entry in entries:
         match entry.said:
             case PlaceRequest() as asked:
-                one = Compared(asked.request, asked.attempt, entry.at, conductor.consider(asked, policy, entry.at))
-                one.other, one.recorded = one.recorded, None
+                one = Compared(asked.request, asked.attempt, entry.at)
                 found.compared.append(one)
                 open_requests[(asked.request, asked.attempt)] = asked, one
             case Answered() as answer:
-                _answered(conductor, answer, open_requests.get((answer.request, answer.attempt)), entry.at)
+                if (known := open_requests.get((answer.request, answer.attempt))) is not None:
+                    _answered(conductor, policy, answer, *known, entry.at)
             case Finished() as done:
-                known = open_requests.pop((done.request, done.attempt), None)
-                if known is not None and done.ttft_ms > 0.0:
-                    known[1].actual_ttft_s = done.ttft_ms / 1e3
+                over = open_requests.pop((done.request, done.attempt), None)
+                if over is not None and done.ttft_ms > 0.0:
+                    over[1].actual_ttft_s = done.ttft_ms / 1e3
                 conductor.finished(done, entry.at)
             case MemberChange() | WorkerReport() | EventBatch() | IndexSnapshot() as event:
                 found.resets += _observe(conductor, event, entry.at)
     return found
 
 
-def _answered(conductor: Conductor, answer: Answered, known: tuple[PlaceRequest, Compared] | None, at: float) -> None:
-    if known is None:
-        return
-    asked, one = known
+def _answered(conductor: Conductor, policy: Policy, answer: Answered, asked: PlaceRequest, one: Compared, at: float) -> None:
     one.waited_s = at - one.at
+    one.other = conductor.consider(asked, policy, at)
     if answer.placement is not None:
         one.recorded = conductor.assume(asked, answer.placement, at)
     elif answer.refusal is not None:
