@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from moonpool.core.blocks import ROOT, BlockHasher
+from moonpool.core.blocks import KEY_BYTES, ROOT, BlockHasher
 from moonpool.core.ids import RequestId
 from moonpool.core.landing import Landing
 from moonpool.core.placement import Placement
@@ -30,6 +32,11 @@ class NoHasher(BlockHasher):
 
     def keys(self, ids: Values[int], *, known: Values[bytes] = ()) -> list[bytes]:
         return list(known)
+
+
+def answer_keys(request: str, blocks: Iterable[int]) -> list[bytes]:
+    """Of blocks that end in an answer: the trace has none, and no other prompt has them."""
+    return [blake2b(f"{request} {block}".encode(), digest_size=KEY_BYTES).digest() for block in blocks]
 
 
 @dataclass(slots=True, eq=False)

@@ -89,6 +89,10 @@ class Link(_Values):
 class Ssd(_Values):
     read_bytes_per_s: float = Field(gt=0)
     write_bytes_per_s: float = Field(gt=0)
+    write: Literal["through", "back"] = Field("through", description="write a block when it is stored, or when DRAM gets full")
+    demote_below: float = Field(
+        0.05, ge=0, lt=1, description="write back: share of DRAM that can be had without losing a block"
+    )
 
 
 class Fault(_Values):
@@ -138,7 +142,7 @@ class SimCluster(_Values):
     max_attempts: int = Field(3, ge=1)
     budget_s: float = Field(3_600.0, gt=0, description="after so long nothing of a request stays booked")
     detect_s: float = Field(1.0, ge=0, description="from a failure until the cluster knows")
-    switch_s: float = Field(30.0, ge=0, description="from drained until back in the other role")
+    switch_s: float = Field(5.0, ge=0, description="from drained until back in the other role")
     noise: float = Field(0.0, ge=0, lt=1, description="how far computing strays from its cost: sigma of a log-normal factor")
     sample_s: float = Field(5.0, gt=0, description="how often the load is noted")
 

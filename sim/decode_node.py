@@ -7,7 +7,7 @@ prompts itself (role ``both``, or after a preemption) goes step by step while it
 from __future__ import annotations
 
 from moonpool.core.blocks import blocks_for
-from moonpool.core.errors import Busy, Failure, Reason
+from moonpool.core.errors import Busy, Failure, PeerSilent, Reason
 from moonpool.core.handoff import Drained, FirstToken
 from moonpool.core.landing import Landed, Landing, LandingSlot, SlotRef
 from moonpool.core.membership import LiveAttempt, Member, PrefillTiming, StepTiming, WorkerReport
@@ -28,14 +28,14 @@ from moonpool.decode_worker.sequence import Phase, Sequence
 from moonpool.engine.pages import PagePool
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.prefill_worker.chunk_planner import JobKey
-from moonpool.sim.attempt import TOKEN, Try
+from moonpool.sim.attempt import TOKEN, Try, answer_keys
 from moonpool.sim.clock import Timer
 from moonpool.sim.cluster import Group
 from moonpool.sim.costs import compute_s, step_s
 from moonpool.sim.gaps import Gaps
 from moonpool.sim.prefix import Prefix
 from moonpool.sim.site import Site
-from moonpool.sim.store_node import SESSION
+from moonpool.sim.store_node import SESSION, StoreNode
 
 
 class DecodeNode:
@@ -61,7 +61,6 @@ class DecodeNode:
         self._cost = cluster.decode
         self._prefill_cost = cluster.prefill
         self._size = cluster.model.block_tokens
-        self._store = site.stores[member.node]
         self._landings = 0
         self._run_from: float | None = None  # a run is under way since then; its steps are not told to the batcher yet
         self._step: tuple[Step, float] | None = None  # a single step, and its seconds
@@ -72,6 +71,10 @@ class DecodeNode:
         self._between = False  # in ``_boundary``: what changes is seen there
         self._prefills: list[PrefillTiming] = []
         self._steps: list[StepTiming] = []
+
+    @property
+    def _store(self) -> StoreNode:
+        return self._site.stores[self.member.node]
 
     # -- attempts ------------------------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class DecodeNode:
         self.batcher.end(attempt.sequence)
         self.jobs.pop(attempt.key, None)
         if attempt.prefix is not None and not attempt.sequence.remote:
-            attempt.prefix.close(self._site.links)
+            attempt.prefix.close()
 
     def _fill(self, admission: Admission) -> None:
         attempt = self.jobs[admission.sequence.name]
@@ -117,7 +120,7 @@ class DecodeNode:
     def _load(self, attempt: Try) -> None:
         """The prompt is computed here: what the node's pool has of it comes first."""
         request, now = attempt.request, self._site.clock.now
-        attempt.prefix = Prefix(self._store, request.keys, request.use, self._size, self._size * self._site.token_bytes)
+        attempt.prefix = Prefix(self._store, self._site.links, request.keys, request.use, lambda: None)
         attempt.prefix.pin()
         tokens = len(attempt.sequence.tokens)
         cached = min(attempt.prefix.have * self._size, tokens - 1)
@@ -141,7 +144,7 @@ class DecodeNode:
         return self._site.cluster.keep != "prefill"
 
     def grant(self, attempt: Try) -> Landing:
-        """Busy: the pool has no room now."""
+        """Busy: the pool has no room now. PeerSilent: it is gone."""
         placement, request = attempt.placement, attempt.request
         if not self._lands:
             self._landings += 1
@@ -149,13 +152,15 @@ class DecodeNode:
             name, number = attempt.sequence.name
             here, writer = self.member, placement.prefill.id
             return Landing(self._landings, name, number, here.node, here.incarnation, 0, writer, (slot,))
+        if not self._store.alive:
+            raise PeerSilent(f"no store node is live on {self.member.node}", peer=self._store.member.id)
         ask = LandingAsk(
             attempt.sequence.name[0],
             attempt.number,
             Life(placement.prefill.id, placement.prefill.incarnation),
             SESSION,
             self._store.layout,
-            request.keys,
+            (*request.keys, *answer_keys(request.id, range(len(request.keys), attempt.tokens // self._size))),
             tail_valid=attempt.tokens % self._size,
             use=request.use,
         )
@@ -174,7 +179,9 @@ class DecodeNode:
 
     def landed(self, attempt: Try) -> None:
         landing = attempt.landing
-        assert landing is not None and attempt.sink is not None
+        assert landing is not None
+        if attempt.sink is None:
+            return
         if self._lands:
             self._store.landed(landing)
         blocks = tuple(slot.block for slot in landing.slots)
@@ -192,6 +199,14 @@ class DecodeNode:
     def prefill_failed(self, attempt: Try, failure: Failure) -> None:
         if attempt.sink is not None:
             self._perform(attempt, attempt.sink.failed(failure))
+
+    def writer_gone(self, attempt: Try, failure: Failure) -> None:
+        """The prefill worker has died: nothing more will come."""
+        self.prefill_failed(attempt, failure)
+        if self._lands and self._store.alive:
+            prefill = attempt.placement.prefill
+            self._store.pool.writer_gone(Life(prefill.id, prefill.incarnation), self._site.clock.now)
+            self._store.flush()
 
     def _perform(self, attempt: Try, actions: list[Action]) -> None:
         todo = list(actions)
@@ -341,7 +356,7 @@ class DecodeNode:
         request.outcome.prefill_s += attempt.prefill_s
         self._prefills.append(PrefillTiming(attempt.tokens, attempt.cached, attempt.prefill_s, 0.0, attempt.cached))
         self._store.store(request.keys, request.use)
-        attempt.prefix.close(self._site.links)
+        attempt.prefix.close()
         self._site.front.first_token(attempt)
 
     def _finish(self, attempt: Try) -> None:
@@ -389,6 +404,10 @@ class DecodeNode:
             self.batcher.run_until_change(self._pace, self._left, TOKEN, self._site.clock.now - self._run_from)
             self._run_from = None
         for job in lost:
-            job.over = True
+            job.over, job.sink = True, None
+            if self._lands and self._store.alive and job.landing is not None:
+                self._store.pool.landings.end(job.landing.id, self._site.clock.now)
+            if job.prefix is not None and not job.sequence.remote:
+                job.prefix.close()
         self.jobs.clear()
         return lost

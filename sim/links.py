@@ -28,6 +28,7 @@ class Flow:
     since: float = 0.0
     timer: Timer | None = None
     over: bool = False
+    fetch: bool = False  # between stores; else a hand-off
     held: bool = False  # more bytes will be added: reaching the end of those known is not the end
 
 
@@ -55,13 +56,14 @@ class Links:
         *,
         cap: float = inf,
         held: bool = False,
+        fetch: bool = False,
     ) -> Flow:
         """``done(ok)`` once all bytes are there; at once, later in this instant, where source and target are one node."""
         again = size / (1.0 - self.link.loss)
         self.moved_bytes += size
         self.resent_bytes += again - size
         self._number += 1
-        flow = Flow(source, target, again, cap, done, self._number, since=self.clock.now, held=held)
+        flow = Flow(source, target, again, cap, done, self._number, since=self.clock.now, fetch=fetch, held=held)
         if source == target:
             flow.left = 0.0
             if not held:
@@ -119,9 +121,9 @@ class Links:
     def mend(self, one: str, other: str) -> None:
         self._cut.discard(frozenset((one, other)))
 
-    def break_node(self, node: str) -> None:
-        """A node's flows end without success."""
-        self._break(flow for flow in self._flows.values() if node in (flow.source, flow.target))
+    def break_off(self, node: str, *, fetches: bool) -> None:
+        """A node's flows between stores, or its hand-offs, end without success."""
+        self._break(flow for flow in self._flows.values() if node in (flow.source, flow.target) and flow.fetch is fetches)
 
     def _break(self, flows: Iterable[Flow]) -> None:
         for flow in list(flows):

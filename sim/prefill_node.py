@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moonpool.core.blocks import blocks_for
-from moonpool.core.errors import Busy, Failure, Reason
+from moonpool.core.errors import Busy, Failure, PeerSilent, Reason
 from moonpool.core.handoff import Drained, FirstToken
 from moonpool.core.membership import LinkTiming, LiveAttempt, Member, PrefillTiming, WorkerReport
 from moonpool.core.placement import Source
@@ -29,6 +29,7 @@ from moonpool.sim.cluster import Group
 from moonpool.sim.costs import compute_s, prefill_s, tokens_left
 from moonpool.sim.prefix import Prefix
 from moonpool.sim.site import Site
+from moonpool.sim.store_node import StoreNode
 
 WHOLE = 1 << 40  # tokens in a chunk where prompts are computed whole
 AGE_MS = 1_000
@@ -54,7 +55,6 @@ class PrefillNode:
         self.backlog_s = 0.0  # predicted work of the jobs that wait
         self._works: dict[JobKey, float] = {}
         self._site = site
-        self._store = site.stores[member.node]
         self._size = cluster.model.block_tokens
         self._cost = cluster.prefill
         self._timings: list[PrefillTiming] = []
@@ -64,6 +64,10 @@ class PrefillNode:
         self._factor = 1.0  # of the running job's time
         self._timer: Timer | None = None
         self._wake: Timer | None = None
+
+    @property
+    def _store(self) -> StoreNode:
+        return self._site.stores[self.member.node]
 
     # -- what decode nodes ask -----------------------------------------------------------------------------------------
 
@@ -76,7 +80,8 @@ class PrefillNode:
         self._works[attempt.key] = work
         self.backlog_s += work
         request = attempt.request
-        attempt.prefix = Prefix(self._store, request.keys, request.use, self._size, self._size * self._site.token_bytes)
+        keys, use = request.keys, request.use
+        attempt.prefix = Prefix(self._store, self._site.links, keys, use, lambda: self._arrived(attempt))
         if self._cost.early:
             self._bring(attempt)
         self._go()
@@ -97,7 +102,7 @@ class PrefillNode:
         prefix = attempt.prefix
         if prefix is not None:
             prefix.pin()
-            prefix.fetch(attempt.placement.segments, self._site.stores, self._site.links, lambda: self._arrived(attempt))
+            prefix.bring(attempt.placement.segments, self._site.stores)
 
     # -- the queue -----------------------------------------------------------------------------------------------------
 
@@ -129,6 +134,10 @@ class PrefillNode:
             attempt.pages = []
             self._site.counters["prefill_skips"] += 1
             self.planner.refused(attempt.key, now)
+            return False
+        except PeerSilent as e:
+            self._perform(attempt, attempt.source.failed(Failure.of(e)))
+            self._stop(attempt)
             return False
         attempt.landing, attempt.begun_at = landing, now
         self.backlog_s -= self._works.pop(attempt.key)
@@ -175,23 +184,22 @@ class PrefillNode:
         assert prefix is not None
         self._links += prefix.timings
         prefix.timings.clear()
-        if self._computing is not attempt or attempt.begun_at is None:
+        if self._computing is not attempt or attempt.begun_at is None or prefix.pending:
             return
         now = self._site.clock.now
-        if prefix.coming is not None and prefix.coming.ok is False:
+        front, rest, loaded, computed = self._work(attempt)
+        if attempt.tokens - computed < attempt.cached:
             self._site.counters["fetches_lost"] += 1
             start = min(prefix.reused()[0] * self._size, attempt.tokens - 1)
-            self.planner.restart(attempt.key, start)
-            front, rest, loaded, computed = self._work(attempt)
+            if attempt.tokens - start > self.planner.remaining(attempt.key):
+                self.planner.restart(attempt.key, start)
             attempt.cached = attempt.tokens - computed
             self._ends_at = now + self._factor * (front + rest + self._cost.d * loaded)
+        elif self._cost.overlap and not front:
+            last = (self._ends_at - attempt.begun_at) / self._site.cluster.model.layers
+            self._ends_at = max(self._ends_at, now + last)
         else:
-            front, rest, _, _ = self._work(attempt)
-            if self._cost.overlap and not front:
-                last = (self._ends_at - attempt.begun_at) / self._site.cluster.model.layers
-                self._ends_at = max(self._ends_at, now + last)
-            else:
-                self._ends_at = max(self._ends_at, now + self._ends_at - attempt.begun_at - self._factor * front)
+            self._ends_at = max(self._ends_at, now + self._ends_at - attempt.begun_at - self._factor * front)
         self._timer = self._site.clock.at(max(self._ends_at, now), lambda: self._computed(attempt))
 
     def _computed(self, attempt: Try) -> None:
@@ -208,7 +216,7 @@ class PrefillNode:
         attempt.prefix.computed()
         if self._site.cluster.keep != "decode":
             self._store.store(attempt.request.keys, attempt.request.use)
-        attempt.prefix.close(self._site.links)
+        attempt.prefix.close()
         self.planner.leave(attempt.key)
         refusal = self._site.teller.prefilled(attempt.request.id)
         if refusal is not None:
@@ -305,7 +313,7 @@ class PrefillNode:
         self.planner.leave(attempt.key)
         self.backlog_s -= self._works.pop(attempt.key, 0.0)
         if attempt.prefix is not None:
-            attempt.prefix.close(self._site.links)
+            attempt.prefix.close()
         if attempt.source.state is State.ABANDONING:
             self._perform(attempt, attempt.source.stopped())
 
@@ -364,7 +372,7 @@ class PrefillNode:
         running = max(self._ends_at - self._site.clock.now, 0.0) if self._computing is not None else 0.0
         return self.backlog_s + running
 
-    def die(self, why: Failure) -> list[Try]:
+    def die(self) -> list[Try]:
         """The process is gone with all it holds; returns the attempts that were here."""
         self.alive = False
         lost = list(self.jobs.values())
@@ -374,8 +382,9 @@ class PrefillNode:
         for job in lost:
             if job.flow is not None:
                 self._site.links.stop(job.flow)
+                job.flow = None
             if job.prefix is not None:
-                job.prefix.close(self._site.links)
+                job.prefix.close()
         self.jobs.clear()
         self._computing = None
         return lost

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
-from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.core.ids import NodeId
+from moonpool.core.placement import Segment
+from moonpool.core.placement import Source as SegmentSource
 from moonpool.core.use import Use
 from moonpool.loadgen.plan import Scaling, plan_sends
 from moonpool.loadgen.trace import Trace, TraceRow
@@ -19,21 +20,19 @@ from moonpool.scheduler.policy import Policy
 from moonpool.sim.attempt import SimRequest
 from moonpool.sim.brain import Brain
 from moonpool.sim.clock import Clock
-from moonpool.sim.cluster import Group, SimCluster
+from moonpool.sim.cluster import SimCluster
 from moonpool.sim.costs import Noise
-from moonpool.sim.decode_node import DecodeNode
 from moonpool.sim.gateway import Gateway
 from moonpool.sim.links import Links
+from moonpool.sim.machines import Machines
 from moonpool.sim.one_cache import turns
 from moonpool.sim.outcome import Load, Outcome, RequestOutcome
-from moonpool.sim.prefill_node import PrefillNode
+from moonpool.sim.prefix import Prefix
 from moonpool.sim.site import Site
-from moonpool.sim.store_node import StoreNode
 
 Bursts = Literal["released", "spread"]
 Progress = Callable[[int, int], None]
 DECISIONS_KEPT = 2_000
-ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.BOTH}
 
 
 def simulate(
@@ -85,16 +84,14 @@ class Simulation:
         noise = Noise(cluster.noise, seed)
         self.site = Site(cluster, self.clock, self.links, self.brain, self.gateway, noise, counters=counters)
         self.site.token_bytes = cluster.model.kv_bytes_per_token
-        self.prefills: dict[MemberId, PrefillNode] = {}
-        self.decodes: dict[MemberId, DecodeNode] = {}
+        self.machines = Machines(self.site, self.gateway)
         self.outcome = Outcome([], cluster.targets.ttft_s, cluster.targets.tbt_s, counters)
         self._on_progress = on_progress
         self._requests = self._read(rows, speed, bursts)
         self._left = len(self._requests)
 
     def run(self) -> Outcome:
-        for name, group in self.cluster.nodes.items():
-            self._start(name, group)
+        self.machines.start()
         for request in self._requests:
             self.clock.at(request.outcome.arrived, self._arrival(request))
         if self._requests:
@@ -122,32 +119,7 @@ class Simulation:
             out.append(SimRequest(f"r{at}", keys, row.input_length, wanted, use, result))
         return out
 
-    # -- machines ------------------------------------------------------------------------------------------------------
-
-    def _start(self, name: str, group: Group) -> None:
-        life = Incarnation(1)
-        store = StoreNode(name, life, group, self.cluster, self.clock, self.brain.tell)
-        self.site.stores[NodeId(name)] = store
-        self.brain.tell(MemberChange(store.member, Liveness.LIVE))
-        member = Member(
-            MemberId(f"{group.role}-{name}"),
-            ROLES[group.role],
-            NodeId(name),
-            life,
-            f"{name}:2",
-            0,
-            layout=self.cluster.model.layout(self.cluster.model.layers),
-            max_context=self.cluster.model.max_context,
-            max_prompt=group.device_tokens,
-        )
-        if group.role == "prefill":
-            prefiller = self.prefills[member.id] = PrefillNode(self.site, member, group)
-            self.site.prefillers[member.id] = prefiller
-        else:
-            decoder = self.decodes[member.id] = DecodeNode(self.site, member, group)
-            self.site.decoders[member.id] = decoder
-            self.gateway.decoders[member.id] = decoder
-        self.brain.tell(MemberChange(member, Liveness.LIVE))
+    # -- what the conductor wants done ----------------------------------------------------------------------------------
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -157,8 +129,28 @@ class Simulation:
                 self.brain.tell(self.site.stores[holder].pool.snapshot())
             case Cool(node, keys):
                 self.site.stores[node].cool(keys)
-            case Replicate() | Prefetch() | SwitchRole():
-                self.outcome.counters["actions_ignored"] += 1
+            case SwitchRole(worker, role):
+                self.machines.switch(worker, role)
+            case Replicate(source, target, keys):
+                self._copy(source, target, keys)
+            case Prefetch(node, keys):
+                self._prefetch(node, keys)
+
+    def _copy(self, source: NodeId, target: NodeId, keys: Sequence[bytes]) -> None:
+        """A hot prefix to another node, beside everything else."""
+        stores = self.site.stores
+        prefix = Prefix(stores[target], self.links, tuple(keys), Use(), lambda: prefix.close() if not prefix.pending else None)
+        prefix.pin()
+        prefix.bring([Segment(0, len(keys), SegmentSource.FETCH, source)], stores)
+        self.outcome.counters["replications"] += 1
+        if not prefix.pending:
+            prefix.close()
+
+    def _prefetch(self, node: NodeId, keys: Sequence[bytes]) -> None:
+        store = self.site.stores[node]
+        if store.ssd is not None and store.alive:
+            only = [key for key, _ in store.pool.on_ssd(keys)]
+            self.outcome.counters["prefetched_blocks"] += store.ssd.read(only, Use(), lambda _: None)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -171,8 +163,7 @@ class Simulation:
 
     def _sample(self) -> None:
         targets = self.cluster.targets
-        prefills = [node for node in self.prefills.values() if node.alive]
-        decodes = [node for node in self.decodes.values() if node.alive]
+        prefills, decodes = self.machines.prefills.values(), self.machines.decodes.values()
         self.outcome.load.append(
             Load(
                 self.clock.now,
@@ -190,9 +181,9 @@ class Simulation:
 
     def _leaks(self) -> dict[str, float]:
         """What the production objects still hold: nothing, in a sound run."""
-        stores = [store.pool.numbers() for store in self.site.stores.values()]
+        stores = [store.pool.numbers() for store in self.site.stores.values() if store.alive]
         told = self.conductor.numbers(self.clock.now)
-        workers: list[PrefillNode | DecodeNode] = [*self.prefills.values(), *self.decodes.values()]
+        workers = self.machines.workers
         return {
             **{name: sum(numbers[name] for numbers in stores) for name in ("pins", "landings_open", "tickets", "reservations")},
             "pages": float(sum(node.pages.used for node in workers)),

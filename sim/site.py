@@ -58,7 +58,7 @@ class Decoder(Protocol):
     alive: bool
 
     def grant(self, attempt: Try) -> Landing:
-        """Busy: no room now."""
+        """Busy: no room now. PeerSilent: the store node is gone."""
 
     def prefill_begun(self, attempt: Try, landing: Landing) -> None: ...
 
@@ -69,6 +69,8 @@ class Decoder(Protocol):
     def drained(self, attempt: Try, drained: Drained) -> None: ...
 
     def prefill_failed(self, attempt: Try, failure: Failure) -> None: ...
+
+    def writer_gone(self, attempt: Try, failure: Failure) -> None: ...
 
 
 @dataclass(slots=True)

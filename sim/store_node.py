@@ -15,6 +15,7 @@ from moonpool.kvstore.pool import Pool
 from moonpool.kvstore.slots import SlotMap
 from moonpool.sim.clock import Clock
 from moonpool.sim.cluster import Group, SimCluster
+from moonpool.sim.ssd import SsdTier
 
 Tell = Callable[[EventBatch | IndexSnapshot], None]
 NOT_HERE = (Reserved.FULL, Reserved.NO_PARENT)
@@ -46,21 +47,25 @@ class StoreNode:
         regions = [max(slots, 1) * self.layout.slot_bytes]
         self.pool = Pool(self.node, life, SlotMap(regions), make_policy(cluster.eviction), ssd_policy)
         self.pool.register(self.layout)
+        self.ssd: SsdTier | None = None
+        if group.ssd_tokens and cluster.ssd is not None:
+            blocks, size = group.ssd_tokens // cluster.model.block_tokens, self.layout.block_bytes
+            self.ssd = SsdTier(self.pool, cluster.ssd, blocks, size, clock, self.flush)
 
     @property
     def now(self) -> float:
         return self._clock.now
 
     def pin(self, keys: Sequence[bytes], use: Use) -> Ticket:
-        return self.pool.pin(SESSION, keys, use, self.now)
+        return self.pool.pin(SESSION, keys, use, self.now) if self.alive else Ticket(0, ())
 
     def unpin(self, ticket: Ticket) -> None:
-        if ticket.slots:
+        if ticket.slots and self.alive:
             self.pool.unpin(SESSION, ticket.id, self.now)
 
     def reserve(self, keys: Sequence[bytes], parent: bytes | None, use: Use) -> tuple[int, list[int], int]:
         """Slots for ``keys``: how many leading ones will be here, the reservations, and how many blocks must be brought."""
-        if not self.has_pool or not keys:
+        if not self.has_pool or not keys or not self.alive:
             return 0, [], 0
         answers = self.pool.reservations.reserve(SESSION, self._life, self.layout, keys, parent, use, self.now)
         states = answers.states
@@ -71,17 +76,19 @@ class StoreNode:
         return good, ids, brought
 
     def seal(self, ids: Sequence[int]) -> None:
-        if ids:
+        if ids and self.alive:
             self.pool.seal(SESSION, ids, self.now)
             self.flush()
 
     def abandon(self, ids: Sequence[int]) -> None:
-        if ids:
+        if ids and self.alive:
             self.pool.abandon(SESSION, ids, self.now)
             self.flush()
 
     def store(self, keys: Sequence[bytes], use: Use) -> None:
         """Whole blocks of a prompt that was computed: those not here yet, as far as there is room."""
+        if not self.alive:
+            return
         here = self.pool.lookup(keys)
         _, ids, _ = self.reserve(keys[here:], keys[here - 1] if here else None, use)
         self.seal(ids)
@@ -101,9 +108,21 @@ class StoreNode:
             self.flush()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        self.pool.cool(keys, self.now)
-        self.flush()
+        if self.alive:
+            self.pool.cool(keys, self.now)
+            self.flush()
 
     def flush(self) -> None:
+        """Events to the conductor, and what follows from them for the SSD tier."""
         for batch in self.pool.take_events():
             self._tell(batch)
+            if self.ssd is not None:
+                self.ssd.heard(batch)
+        if self.ssd is not None:
+            self.ssd.pulse()
+
+    def stop(self) -> None:
+        """The process is gone."""
+        self.alive = False
+        if self.ssd is not None:
+            self.ssd.stopped = True
