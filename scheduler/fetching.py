@@ -1,8 +1,9 @@
 """What every prefill worker would take for one prompt if it fetched what the deepest holder has, and how it had best do so.
 
-A prompt's blocks beyond what the worker's node holds come in over a link while the worker is busy with others or computes
-the first of them itself: compute from the front meets the fetch from the back. Where that meeting point lies is tried at a
-few places, for all workers at once.
+A prompt's blocks beyond what the worker's node holds come in over a link while the worker is busy with others and, layer by
+layer, while it computes what comes after them. Where the link is too slow to hide, the worker computes the first of them
+itself meanwhile: compute from the front meets the fetch from the back. Where that meeting point lies is tried at a few
+places, for all such workers at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from moonpool.scheduler.board import Floats, Ints
 from moonpool.scheduler.costs import work_seconds
 from moonpool.scheduler.policy import Asked
 
-FRONTS = np.linspace(0.0, 0.9375, 16)[:, None]  # shares of the missing blocks that may be computed instead
+FRONTS = np.linspace(0.0, 0.9375, 16)[1:, None]  # shares of the missing blocks that are computed instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +30,41 @@ class Fetching:
     sources: tuple[NodeId, ...]
 
 
-def fetching(asked: Asked, sources: tuple[NodeId, ...]) -> Fetching:
-    rows = len(asked.board.names)
-    ttft, front, which = np.full(rows, np.inf), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    for number, source in enumerate(sources):
-        seconds, blocks = _from(asked, source)
-        better = seconds < ttft
-        ttft[better], front[better], which[better] = seconds[better], blocks[better], number
-    return Fetching(ttft, front, which, sources)
-
-
-def _from(asked: Asked, source: NodeId) -> tuple[Floats, Ints]:
+def fetching(asked: Asked, sources: tuple[NodeId, ...]) -> Fetching | None:
+    """None where nobody would fetch anything."""
     board, prompt, held = asked.board, asked.prompt, asked.held
-    local, size = asked.local.covered[0], prompt.block_tokens
-    missing = np.maximum(held.anywhere - local, 0)
-    rows = board.numbers
-    whole = asked.links.seconds(source, (missing * board.block_bytes).astype(float), board.nodes)  # [rows]
-    if not (whole > asked.local.wait).any():  # nothing comes in later than the worker begins
-        front = np.zeros((1, len(rows)), np.int64)
-    else:
-        front = np.floor(FRONTS * missing).astype(np.int64)  # [fronts, rows]
-    begin, middle = local * size, (local + front) * size
-    _, b, c, d = board.prefill_fit
-    computed = b * (middle - begin) + c * (middle * middle - begin * begin)
-    transfer = whole * (1.0 - front / np.maximum(missing, 1))
-    rest = work_seconds(board, prompt, np.maximum(local, held.anywhere), held.own) - d * size * front
-    total = np.maximum(asked.local.wait + computed, transfer) + rest
-    total[0] = np.maximum(asked.local.wait + rest[0], transfer[0])  # without a front the rest is computed layer by layer
-    best = total.argmin(axis=0)
+    local = asked.local.covered[0]
+    missing = held.anywhere - local
     useful = asked.usable.pooled & (missing > 0)
-    return np.where(useful, total[best, rows], np.inf), front[best, rows]
+    if not sources or not useful.any():
+        return None
+    size = np.maximum(missing, 0) * float(board.block_bytes)
+    transfers = np.array([asked.links.seconds(source, size, board.nodes) for source in sources])  # [sources, rows]
+    source = transfers.argmin(axis=0)
+    transfer = transfers[source, board.numbers]
+    work = asked.local.wait + work_seconds(board, prompt, np.maximum(local, held.anywhere), held.own)
+    ttft = np.where(useful, np.maximum(work, transfer), np.inf)
+    front = np.zeros(len(ttft), np.int64)
+    (exposed,) = (useful & (transfer > work)).nonzero()
+    if len(exposed):
+        _meet(asked, exposed, transfer, ttft, front)
+    return Fetching(ttft, front, source, sources)
+
+
+def _meet(asked: Asked, rows: Ints, transfer: Floats, ttft: Floats, front: Ints) -> None:
+    """Write the best front of ``rows``, where it beats none. What comes after it is begun once all is there."""
+    size, wait = asked.prompt.block_tokens, asked.local.wait[rows]
+    _, b, c, d = asked.board.prefill_fit[:, rows]
+    local = asked.local.covered[0][rows]
+    missing = asked.held.anywhere - local
+    fronts = (FRONTS * missing).astype(np.int64)  # [fronts, rows]
+    begin, middle = local * size, (local + fronts) * size
+    computed = (middle - begin) * (b + c * (middle + begin))
+    left = transfer[rows] * (1.0 - fronts / missing)
+    whole = np.full(len(asked.board.names), asked.held.anywhere)
+    rest = work_seconds(asked.board, asked.prompt, whole, asked.held.own)[rows] - d * size * fronts
+    total = np.maximum(wait + computed, left) + rest
+    best, places = total.argmin(axis=0), np.arange(len(rows))
+    better = total[best, places] < ttft[rows]
+    ttft[rows[better]] = total[best, places][better]
+    front[rows[better]] = fronts[best, places][better]

@@ -18,11 +18,11 @@ from moonpool.core.ids import NodeId
 from moonpool.scheduler.actions import Action, Prefetch, Replicate
 from moonpool.scheduler.board import Floats
 from moonpool.scheduler.choice import decoder_for
-from moonpool.scheduler.costs import work_seconds
+from moonpool.scheduler.costs import TIE_S, work_seconds
 from moonpool.scheduler.fetching import fetching
 from moonpool.scheduler.policy import Asked, Choice, Waiting
 
-SOURCES = 3  # holders compared for one request; they take turns
+SOURCES = 2  # holders compared for one request; they take turns
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,15 @@ class Moonpool:
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
 
     def choose(self, asked: Asked) -> Choice | None:
+        alone = asked.local.wait + asked.local.work
         plan = fetching(asked, _holders(asked))
-        ttft = np.minimum(asked.local.ttft - asked.overhead_s, plan.ttft)
+        ttft = alone.copy() if plan is None else np.minimum(alone, plan.ttft)
         _wait_for_others(asked, ttft)
         row = self._soonest(asked, ttft)
         decode = None if row is None else decoder_for(asked, row)
         if row is None or decode is None:
             return None
-        if plan.ttft[row] > ttft[row] or not plan.ttft[row] < asked.local.ttft[row] - asked.overhead_s:
+        if plan is None or plan.ttft[row] > ttft[row] or plan.ttft[row] >= alone[row]:
             return Choice(row, decode, asked.local_blocks(row))
         source = plan.sources[plan.source[row]]
         moves = self.move > 0 and asked.sharing < self.hot
@@ -54,12 +55,15 @@ class Moonpool:
 
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
-        board, rows = asked.board, asked.prefills
+        board = asked.board
         busy = asked.local.wait > self.lookahead_s
-        felt = np.where(rows, np.where(busy, ttft * (1.0 + self.patience), ttft), np.inf)
-        if not rows.any():
+        felt = np.where(asked.prefills, ttft * (1.0 + self.patience * busy), np.inf)
+        soonest = felt.min(initial=np.inf)
+        if soonest == np.inf:
             return None
-        (tied,) = (felt <= felt.min() + 1e-3).nonzero()
+        (tied,) = (felt <= soonest + TIE_S).nonzero()
+        if len(tied) == 1:
+            return int(tied[0])
         own = asked.local.covered[0]
         return int(tied[np.lexsort((tied, board.last_chosen[tied], board.load[tied], -own[tied], busy[tied]))[0]])
 
