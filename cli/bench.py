@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import AsJson
+from moonpool.cli.options import AsJson, Settings
 
 DYNAMO_PYTHON = "An interpreter that has ai-dynamo-runtime, to compare with."
 bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
@@ -117,6 +117,23 @@ def placement(
     _print(measure(**_chosen({"policy": policy, "admission": admission})), as_json)
 
 
+@bench.command("overload")
+def overload(
+    times: Annotated[float | None, typer.Option("--times", help="Of the capacity that is measured first.")] = None,
+    seconds: Annotated[float | None, typer.Option("--seconds", help="Of overload.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """A local cluster under several times its capacity: who is let in meets its targets, who is not hears so at once."""
+    from moonpool.bench.overload import OverloadOptions
+    from moonpool.bench.overload import overload as measure
+
+    given = {"times": times, "seconds": seconds, "model": model, "launcher": launcher, "settings": _pairs(settings)}
+    _print(measure(OverloadOptions(**_chosen(given))), as_json)
+
+
 @bench.command("between")
 def between(
     carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx or ucxx.")] = None,
@@ -216,6 +233,16 @@ def crash(
     _print(figures, as_json)
     if figures["faults"]:
         raise typer.Exit(1)
+
+
+def _pairs(settings: list[str] | None) -> dict[str, str]:
+    """``--set`` of a bench, for the cluster that it starts; that cluster says what is wrong with them."""
+    return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
+
+
+def _pairs(settings: list[str] | None) -> dict[str, str]:
+    """``--set`` of a bench, for the cluster that it starts; that cluster says what is wrong with them."""
+    return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
 
 
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:
