@@ -110,6 +110,79 @@ def test_step_times_are_recovered() -> None:
     assert estimate.fit.reach == pytest.approx(4 * 32_000, rel=0.1)
 
 
+def test_bounds_are_quantiles_of_what_was_measured_over_what_was_estimated() -> None:
+    estimate, rng = PrefillEstimate(), np.random.default_rng(7)
+    for job in jobs(1_000, 7):
+        estimate.add(measured(*job, noise=float(rng.lognormal(0, 0.2))))
+    fit = estimate.fit
+    for level, z in ((0.1, -1.2816), (0.5, 0.0), (0.9, 1.2816)):
+        assert fit.ratio(level) == pytest.approx(np.exp(0.2 * z), abs=0.07)
+    assert fit.ratio(0.05) < fit.ratio(0.1) < fit.ratio(0.9) < fit.ratio(0.95)
+    assert fit.chance_over(fit.ratio(0.75)) == pytest.approx(0.25)
+    assert fit.chance_over(0.1) == pytest.approx(0.95)
+    assert fit.chance_over(10.0) == pytest.approx(0.05)
+
+
+def test_what_nobody_has_measured_has_wide_bounds() -> None:
+    fit = PrefillEstimate().fit
+    assert fit.ratio(0.05) <= 0.2 and fit.ratio(0.95) >= 5.0
+
+
+def test_a_fit_is_made_anew_once_in_a_few_dozen_measurements() -> None:
+    estimate, rng, fits = PrefillEstimate(), np.random.default_rng(0), []
+    for job in jobs(1_000, 0):
+        estimate.add(measured(*job, noise=float(rng.lognormal(0, 0.1))))
+        fits.append(estimate.fit.coefficients)
+    assert len(set(fits)) < 50
+    assert len(set(fits[500:])) < 13
+
+
+def test_a_fit_that_errs_is_made_anew_at_once() -> None:
+    estimate, rng = PrefillEstimate(), np.random.default_rng(0)
+    for job in jobs(500, 0):
+        estimate.add(measured(*job, noise=float(rng.lognormal(0, 0.1))))
+        before = estimate.fit
+    for job in jobs(12, 1):
+        estimate.add(measured(*job, noise=3.0))
+    assert estimate.fit.coefficients != before.coefficients
+    assert estimate.fit.ratio(0.95) > 1.5
+
+
+def test_larger_jobs_are_trusted_as_soon_as_they_were_measured() -> None:
+    estimate = PrefillEstimate()
+    for job in jobs(200, 0):
+        estimate.add(measured(*job))
+    assert estimate.fit.reach < 20_000
+    estimate.add(measured(50_000, 0, 0))
+    assert estimate.fit.reach == 200_000
+
+
+def test_a_seed_decides_what_measurements_leave_open_and_gives_way_to_them() -> None:
+    seed = (0.02, 4e-4, 3e-8, 2e-5)
+    plain, seeded, wrong = PrefillEstimate(), PrefillEstimate(seed), PrefillEstimate([10 * x for x in seed])
+    assert not seeded.fit.sure
+    assert predicted(seeded.fit, *prefill_features(2_000, 500, 500)) == pytest.approx(measured(2_000, 500, 500).seconds)
+    for estimate in (plain, seeded):
+        for _ in range(MIN_SAMPLES):
+            estimate.add(measured(1_000, 0, 0))
+    far = prefill_features(30_000, 10_000, 10_000)
+    errors = [abs(predicted(e.fit, *far) / measured(30_000, 10_000, 10_000).seconds - 1) for e in (plain, seeded)]
+    assert errors[1] < 0.1 < errors[0]
+    for job in jobs(300, 0):
+        wrong.add(measured(*job))
+    assert predicted(wrong.fit, *prefill_features(2_000, 0, 0)) == pytest.approx(measured(2_000, 0, 0).seconds, rel=0.1)
+
+
+def test_what_came_from_other_nodes_is_not_taken_for_the_workers_own_time() -> None:
+    local, fetched = PrefillEstimate(), PrefillEstimate()
+    for n, p, loaded in jobs(100, 2):
+        timing = measured(n, p, loaded)
+        local.add(timing)
+        away = PrefillTiming(n, p, timing.seconds + 3.0, timing.load_seconds + 3.0, loaded, fetch_seconds=3.0)
+        fetched.add(away if loaded else timing)
+    assert fetched.fit.coefficients == pytest.approx(local.fit.coefficients, rel=1e-3)
+
+
 timings = st.builds(
     PrefillTiming,
     prompt_tokens=st.integers(0, 200_000),
