@@ -220,8 +220,8 @@ class Runner:
 
     def _take_ahead(self, work: Job, ahead: Ahead, done: int) -> None:
         found, size = ahead.fetching.result(), self._engine.layout.block_tokens
-        at = max(done // size, ahead.first)
-        until = min((ahead.first + len(found.slots)) * size, len(work.tokens) - 1)
+        at = done // size
+        until = min((ahead.first + len(found.slots)) * size, len(work.tokens) - 1) if found.slots else done
         self.links.extend(found.links)
         self.counts["fetched_bytes"] += found.fetched_bytes
         used = max(until - done, 0)

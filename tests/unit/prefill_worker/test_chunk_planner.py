@@ -165,6 +165,26 @@ def test_losing_a_part_of_the_prefix_restarts_from_there_under_the_same_chunk_nu
     assert (plan.chunk(A).number, plan.chunk(A).start, plan.chunk(A).end) == (0, 32, 96)
 
 
+def test_a_chunk_ends_where_blocks_from_elsewhere_begin_and_the_next_one_starts_behind_them() -> None:
+    plan = planner()
+    plan.submit(A, 200, "n", 0.0)
+    plan.next(0.0)
+    plan.granted(A, 16)
+    first = plan.chunk(A, 48)
+    assert (first.start, first.end) == (16, 48)
+    assert plan.chunk(A, 160).end == 80
+    plan.computed(A, first)
+    assert plan.chunk(A, 48).end == 112, "computing goes on where nothing came"
+    plan.skip(A, 160)
+    assert plan.done(A) == 160
+    assert (plan.chunk(A).number, plan.chunk(A).start, plan.chunk(A).end, plan.chunk(A).last) == (1, 160, 200, True)
+    for wrong in (144, 200):
+        with pytest.raises(Bug, match=f"160 of 200, no skip to {wrong}"):
+            plan.skip(A, wrong)
+    plan.restart(A, 96)
+    assert plan.done(A) == 96
+
+
 def test_facts_in_the_wrong_stage_are_bugs() -> None:
     plan = planner()
     plan.submit(A, 10, "n", 0.0)
