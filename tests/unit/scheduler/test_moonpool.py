@@ -9,9 +9,9 @@ from support.cluster_of_members import BLOCK, LAYOUT, Cluster, keys, prefill_sec
 
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, Tier
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
-from moonpool.core.membership import LiveAttempt
+from moonpool.core.membership import LiveAttempt, Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Later, Placement, PlaceRequest, Segment, Source
-from moonpool.scheduler.actions import Bound, Prefetch, Replicate
+from moonpool.scheduler.actions import Action, Bound, Prefetch, Replicate
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.policies.make import make_policy
@@ -43,6 +43,11 @@ def ask(cluster: Cluster, request: str, tokens: int, prompt: tuple[bytes, ...] =
 
 def busy(cluster: Cluster, worker: str, tokens: int) -> None:
     cluster.report(worker, [LiveAttempt(f"at-{worker}", 1, tokens, tokens)] if tokens else [])
+
+
+def observed(cluster: Cluster, worker: str) -> list[Action]:
+    """What follows from a report of ``worker`` that it is idle."""
+    return cluster.conductor.observe(WorkerReport(MemberId(worker), Incarnation(1), (), 1_000, 1_000), cluster.now)
 
 
 def due(cluster: Cluster) -> list[tuple[str, MemberId]]:
@@ -339,3 +344,26 @@ def test_what_lies_on_an_ssd_comes_into_memory_while_its_request_waits() -> None
     assert cluster.conductor.take_actions() == [Prefetch(NodeId("a"), prompt)]
     assert isinstance(ask(cluster, "short", 6 * BLOCK, prompt[:5]), Later)
     assert cluster.conductor.take_actions() == []
+
+
+def test_nobody_waits_for_a_prefix_whose_computing_has_ended_without_it() -> None:
+    cluster = apart(2)
+    prompt = keys(1, 100)
+    assert isinstance(ask(cluster, "r0", 100 * BLOCK + 10, prompt), Placement)
+    cluster.now += 0.8
+    assert isinstance(ask(cluster, "r1", 100 * BLOCK + 20, prompt), Later)
+    answers = [action.answer for action in observed(cluster, "prefill-0") if isinstance(action, Bound)]
+    assert [type(answer) for answer in answers] == [Placement]
+    assert cluster.gauge("waiting") == 0
+
+
+def test_a_worker_that_leaves_takes_no_waiting_request_with_it() -> None:
+    cluster = apart(2, block_fetch_s=10 * BLOCK_S)
+    prompt = keys(1, 100)
+    cluster.stored("b", prompt, store="store-b")
+    busy(cluster, "prefill-1", 400)
+    assert isinstance(ask(cluster, "warm", 100 * BLOCK + 10, prompt), Later)
+    change = MemberChange(cluster.members["prefill-1"], Liveness.GONE)
+    (answered,) = [a.answer for a in cluster.conductor.observe(change, cluster.now) if isinstance(a, Bound)]
+    assert isinstance(answered, Placement)
+    assert answered.prefill.id == "prefill-0"
