@@ -30,6 +30,7 @@ class View:
         self.counts: Counter[str] = Counter()
         self._ledger = Ledger(booking_s)
         self._of_role = {role: (PrefillEstimate(), StepEstimate()) for role in WORKER_ROLES}
+        self._spread: dict[Role, tuple[Fit, Fit]] = {}  # of a role, as the board's workers without one of their own have it
         self._board: Board | None = None  # None: membership changed since
 
     @property
@@ -96,6 +97,7 @@ class View:
         fit, step_fit = self._fits(worker)
         if self._board is not None and report.worker in self._board.row:
             self._board.write_fits(worker, fit, step_fit)
+        self._spread_fits(worker.member.role)
         for ended in self._ledger.report(report.worker, {(a.request, a.attempt) for a in report.attempts}, now):
             self.counts["bookings_ended_by_report"] += 1
             self._ended(ended)
@@ -195,6 +197,18 @@ class View:
             node = self.pool.bit_number(worker.member.node)
             board.device_bit[row] = NO_BIT if device is None else device
             board.node_bit[row] = NO_BIT if node is None else node
+
+    def _spread_fits(self, role: Role) -> None:
+        """Bring what a role has learned to its workers that have not measured enough themselves: one that has done nothing
+        yet reports nothing new, and by the first guess it would never be given anything to do."""
+        prefill, step = self._of_role[role]
+        learned = (prefill.fit, step.fit)
+        if self._board is None or self._spread.get(role) == learned:
+            return
+        self._spread[role] = learned
+        for worker in self._board.workers:
+            if not (worker.prefill.fit.sure and worker.step.fit.sure):
+                self._board.write_fits(worker, *self._fits(worker))
 
     def _fits(self, worker: Worker) -> tuple[Fit, Fit]:
         """Prefill and step time: the worker's own where it has measured enough, else its role's."""

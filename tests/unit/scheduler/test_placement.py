@@ -35,6 +35,16 @@ def test_idle_equal_workers_take_turns() -> None:
     assert [d for _, d in chosen] == ["decode-0", "decode-1"] * 3
 
 
+def test_a_worker_that_has_done_nothing_yet_is_judged_by_what_others_of_its_role_measured() -> None:
+    cluster = split()
+    first = cluster.placed("r0", 4_000)
+    fast = [PrefillTiming(n, 0, 1e-3 + 1e-6 * n) for n in (64, 256, 1_000, 4_000)]  # a thousand times the first guess
+    cluster.report(first.prefill.id, prefills=fast)
+    second = cluster.placed("r1", 4_000)
+    assert second.prefill.id != first.prefill.id
+    assert 0.0 < second.predicted_ttft_ms < 10.0
+
+
 def test_booked_work_sends_the_next_request_elsewhere() -> None:
     cluster = split(taught=True)
     first = cluster.placed("long", 4_000)
