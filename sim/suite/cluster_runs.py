@@ -8,11 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.scheduler.admission.make import make_admission
+from moonpool.scheduler.planner import Planner, Settings
+from moonpool.scheduler.conductor import Conductor
+from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.policies.make import make_policy
 from moonpool.sim.cluster import Group, SimCluster, Ssd, TargetsS, read_cluster
+from moonpool.sim.costs import prefill_s
+from moonpool.sim.forced import force_refused
 from moonpool.sim.outcome import Load, Outcome, RequestOutcome
-from moonpool.sim.run import simulate
-from moonpool.sim.suite.settings import ClusterRun, SpeedRun
+from moonpool.sim.run import DECISIONS_KEPT, Simulation
+from moonpool.sim.suite.settings import ClusterRun, ForcedRun, SpeedRun
 from moonpool.sim.suite.workload import load
 
 FROM_S = 120.0  # after the start: caches are cold and roles as given before
@@ -41,7 +46,8 @@ def cluster_of(run: ClusterRun) -> SimCluster:
 def _group(group: Group, run: ClusterRun) -> Group:
     if group.role == "prefill":
         return group.model_copy(update={"count": run.prefill, "pool_tokens": run.pool_tokens, "ssd_tokens": run.ssd_tokens})
-    return group.model_copy(update={"count": run.decode})
+    pool = run.pool_tokens if run.planner else group.pool_tokens  # equal machines, where any of them may prefill
+    return group.model_copy(update={"count": run.decode, "pool_tokens": pool})
 
 
 def _kv_bytes(wanted: float) -> int:
@@ -49,18 +55,39 @@ def _kv_bytes(wanted: float) -> int:
 
 
 def replay(run: ClusterRun, traces: Path | None) -> Outcome:
-    return simulate(
-        load(run.workload, traces),
-        cluster_of(run),
+    return simulation(run, traces).run()
+
+
+def simulation(run: ClusterRun, traces: Path | None) -> Simulation:
+    machines = cluster_of(run)
+    planner = Planner(Settings(ttft_s=run.ttft_limit_s, tbt_s=run.tbt_limit_s)) if run.planner else None
+    conductor = Conductor(
         policy=make_policy(run.policy, run.policy_settings),
         admission=make_admission(run.admission, run.admission_settings),
-        speed=run.speed,
-        bursts=run.bursts,
+        planner=planner,
+        booking_s=machines.budget_s,
+        log_limit=DECISIONS_KEPT,
     )
+    return Simulation(load(run.workload, traces), machines, conductor, run.speed, run.bursts)
+
+
+def forced_figures(run: ForcedRun, traces: Path | None) -> dict[str, float]:
+    base = run.base
+    forced = force_refused(
+        load(base.workload, traces),
+        cluster_of(base),
+        policy=lambda: make_policy(base.policy, base.policy_settings),
+        admission=lambda: make_admission(base.admission, base.admission_settings),
+        samples=run.samples,
+        speed=base.speed,
+        bursts=base.bursts,
+    )
+    return forced.figures()
 
 
 def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
-    outcome = replay(run, traces)
+    simulated = simulation(run, traces)
+    outcome = simulated.run()
     figures = outcome.figures()
     requests = outcome.requests
     late = [r for r in requests if r.arrived >= FROM_S]
@@ -90,9 +117,26 @@ def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
         "effective": figures["met_share"],
         "effective_after_120s": _share(late, run),
         "swing": swing(outcome.load, max((r.arrived for r in requests), default=0.0)),
+        "switches": figures.get("switches", 0.0),
+        "switches": figures.get("switches", 0.0),
+        **_ssd(simulated, outcome),
         "leaks": float(sum(outcome.leaks.values())),
         "seconds": figures["seconds"],
     }
+
+
+def _ssd(simulated: Simulation, outcome: Outcome) -> dict[str, float]:
+    """Seconds of reading, and the share of them that no prompt stood still for while it was being computed. A wait for
+    another node's blocks counts as one for the SSD."""
+    cost = simulated.cluster.prefill
+    tiers = [store.ssd for store in simulated.site.stores.values() if store.ssd is not None]
+    if simulated.cluster.ssd is None or not tiers:
+        return {}
+    seconds = sum(tier.read_bytes for tier in tiers) / simulated.cluster.ssd.read_bytes_per_s
+    waited = sum(
+        max(r.prefill_s - prefill_s(cost, r.prompt_tokens, r.cached_tokens), 0.0) for r in outcome.requests if r.attempts == 1
+    )
+    return {"ssd_read_s": seconds, "ssd_waited_s": waited, "ssd_hidden": 1.0 - min(waited / seconds, 1.0) if seconds else 1.0}
 
 
 def highest_speed(run: SpeedRun, traces: Path | None) -> dict[str, float]:
