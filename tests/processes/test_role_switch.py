@@ -13,26 +13,54 @@ import grpc
 import pytest
 from support.cluster import SPLIT, Answer, LocalCluster, complete, running
 from support.oracle import Oracle
+from support.workers import make_tiny_model
 
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
 from moonpool.wire import pb
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-TOKENS = 12
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[LocalCluster]:
-    folder = tmp_path_factory.mktemp("switching")
-    with running(LocalCluster(folder, model_dir, SPLIT, model__dtype="float32", engine__poison=True)) as cluster:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its words are decoded byte by byte: a gateway refuses decoders that it does not know."""
+    from tokenizers import Tokenizer, decoders
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.decoder = decoders.ByteLevel()
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path) -> Iterator[Oracle]:
+    oracle = Oracle(tiny_model, threads=1)
+    yield oracle
+    oracle.comparison.allow()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[LocalCluster]:
+    """A tiny model, so slow a step would end before a role is switched: answers are long instead."""
+    settings = {
+        "model__dtype": "float32",
+        "engine__poison": True,
+        "engine__block_tokens": 16,
+        "engine__page_bytes": 8 << 20,
+        "store__pool_bytes": 32 << 20,
+        "store__region_bytes": 8 << 20,
+    }
+    with running(LocalCluster(tmp_path_factory.mktemp("switching"), tiny_model, SPLIT, **settings)) as cluster:
         yield cluster
 
 
 def prompt(length: int, seed: int) -> list[int]:
     draw = random.Random(f"switching {seed}")
-    return [draw.randrange(1000, 49000) for _ in range(length)]
+    return [draw.randrange(128) for _ in range(length)]
 
 
 def switch(cluster: LocalCluster, name: str, role: str, drain_ms: int = 0) -> None:
@@ -59,9 +87,9 @@ async def test_a_prefill_worker_turns_to_decode_and_back_under_load_and_nothing_
     cluster: LocalCluster, oracle: Oracle
 ) -> None:
     before = cluster.member("prefill-1")
-    prompts = [prompt(100 + 40 * (seed % 4), seed) for seed in range(12)]
-    loading = asyncio.create_task(load(cluster, prompts, 0.4))
-    await asyncio.sleep(1.0)
+    prompts = [prompt(100 + 40 * (seed % 4), seed) for seed in range(16)]
+    loading = asyncio.create_task(load(cluster, prompts, 0.2))
+    await asyncio.sleep(0.7)
     await asyncio.to_thread(switch, cluster, "prefill-1", "decode")
     answers = await loading
     await asyncio.to_thread(cluster.until, lambda: serves_as(cluster, "prefill-1", Role.DECODE), "prefill-1 decodes", 60)
@@ -97,14 +125,14 @@ async def test_requests_that_do_not_finish_in_time_move_and_keep_their_ids(clust
     cluster.until(lambda: serves_as(cluster, "prefill-1", Role.PREFILL), "two prefill workers", 60)
     prompts = [prompt(100, seed) for seed in range(200, 202)]
     async with cluster.client() as client:
-        tasks = [asyncio.create_task(complete(client, ids, 96)) for ids in prompts]
-        await asyncio.sleep(1.0)
+        tasks = [asyncio.create_task(complete(client, ids, 500)) for ids in prompts]
+        await asyncio.sleep(0.1)
         await asyncio.to_thread(switch, cluster, "prefill-1", "decode")
         await asyncio.to_thread(cluster.until, lambda: serves_as(cluster, "prefill-1", Role.DECODE), "a second one", 60)
         await asyncio.to_thread(switch, cluster, "decode-0", "prefill", 1)
         answers = await asyncio.gather(*tasks)
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.status == 200, answer.body
-        assert len(answer.ids) == 96
+        assert len(answer.ids) == 500
         oracle.check(ids, answer.ids, "moved by a drain")
     cluster.until(lambda: serves_as(cluster, "decode-0", Role.PREFILL), "roles exchanged", 60)
