@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from moonpool.scheduler.admission.make import make_admission
-from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.policies.make import make_policy
@@ -117,7 +116,6 @@ def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
         "effective": figures["met_share"],
         "effective_after_120s": _share(late, run),
         "swing": swing(outcome.load, max((r.arrived for r in requests), default=0.0)),
-        "switches": figures.get("switches", 0.0),
         "switches": figures.get("switches", 0.0),
         **_ssd(simulated, outcome),
         "leaks": float(sum(outcome.leaks.values())),

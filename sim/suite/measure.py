@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from moonpool.core.errors import ConfigError
 from moonpool.core.use import Use
 from moonpool.kvstore.eviction.make import make_policy
 from moonpool.sim.one_cache import FULL_BLOCKS_ONLY, Cache, turns
-from moonpool.sim.suite.cluster_runs import cluster_figures, highest_speed
+from moonpool.sim.suite.cluster_runs import cluster_figures, forced_figures, highest_speed
 from moonpool.sim.suite.prediction import leave_one_out, mean_prefill
 from moonpool.sim.suite.published import BLOCK_TOKENS, FIG8_S, PREFILL
 from moonpool.sim.suite.settings import CacheRun, ClusterRun, ForcedRun, Job, PredictionRun, SpeedRun
@@ -36,7 +35,7 @@ def _measured(job: Job) -> Figures:
         case SpeedRun():
             return highest_speed(job.run, job.traces)
         case ForcedRun():
-            raise ConfigError("forced runs: not there yet", param="run")
+            return forced_figures(job.run, job.traces)
 
 
 def _cache(run: CacheRun, traces: Path | None) -> Figures:
