@@ -13,7 +13,6 @@ from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.policies.make import make_policy
 from moonpool.sim.cluster import Group, SimCluster, Ssd, TargetsS, read_cluster
 from moonpool.sim.costs import prefill_s
-from moonpool.sim.forced import force_refused
 from moonpool.sim.outcome import Load, Outcome, RequestOutcome
 from moonpool.sim.run import DECISIONS_KEPT, Simulation
 from moonpool.sim.suite.settings import ClusterRun, ForcedRun, SpeedRun
@@ -71,6 +70,8 @@ def simulation(run: ClusterRun, traces: Path | None) -> Simulation:
 
 
 def forced_figures(run: ForcedRun, traces: Path | None) -> dict[str, float]:
+    from moonpool.sim.forced import force_refused
+
     base = run.base
     forced = force_refused(
         load(base.workload, traces),
