@@ -20,6 +20,7 @@ from moonpool.core.layout import KVLayout
 KEY_BYTES = 16
 HASH_KEY_BYTES = 32
 ROOT = bytes(KEY_BYTES)  # parent of a first block
+TOKEN_BYTES = 4
 
 
 def namespace(layout: KVLayout, *, adapter: str = "", tenant_salt: bytes = b"") -> bytes:
@@ -36,15 +37,15 @@ class BlockHasher:
     def __init__(self, hash_key: bytes, namespace: bytes, block_tokens: int) -> None:
         self._begun = hashlib.blake2b(namespace, digest_size=KEY_BYTES, key=hash_key)  # common to all blocks
         self.block_tokens = block_tokens
+        self.root = self._begun.digest()  # tells hashers of different keys and namespaces apart
 
     def keys(self, ids: Sequence[int], *, known: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of all whole blocks of ``ids`` (0 to 2**32 - 1); ``known`` are those of its leading blocks, not hashed again."""
-        out = list(known)
-        size, done = self.block_tokens, len(out)
-        numbers = array("I", ids[done * size :] if done else ids)  # twice as fast as numpy, from a list
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        raw, step = numbers.tobytes(), 4 * size
+        return self.add_keys(known, token_bytes(ids[len(known) * self.block_tokens :] if known else ids))
+
+    def add_keys(self, known: Sequence[bytes], raw: bytes) -> list[bytes]:
+        """``known`` and the keys of the whole blocks after them, whose ``token_bytes`` are ``raw``."""
+        out, step = list(known), TOKEN_BYTES * self.block_tokens
         parent, copy, add = out[-1] if out else ROOT, self._begun.copy, out.append
         for at in range(0, len(raw) - step + 1, step):
             block = copy()
@@ -53,6 +54,14 @@ class BlockHasher:
             parent = block.digest()
             add(parent)
         return out
+
+
+def token_bytes(ids: Sequence[int]) -> bytes:
+    """``TOKEN_BYTES`` for each id (0 to 2**32 - 1), little-endian."""
+    numbers = array("I", ids)  # twice as fast as numpy, from a list
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def key_id(hash_key: bytes) -> str:

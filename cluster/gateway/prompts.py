@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, SamplingBody
+from moonpool.cluster.gateway.known_prompts import KnownPrompts
 from moonpool.cluster.gateway.tokenizer import Tokenizer
 from moonpool.core.blocks import BlockHasher
 from moonpool.core.errors import InvalidRequest
@@ -29,6 +30,7 @@ class Prompts:
         self.vocab_size = vocab_size
         self._aside = aside
         self._thread = thread
+        self._known = KnownPrompts()
 
     @classmethod
     async def load(cls, model_dir: Path, *, vocab_size: int) -> Prompts:
@@ -58,7 +60,7 @@ class Prompts:
             raise InvalidRequest(
                 f"{field}: token id {max(ids)} is out of range; this model's ids are 0 to {self.vocab_size - 1}", param=field
             )
-        return Prompt(tuple(ids), tuple(hasher.keys(ids)) if hasher else ())
+        return Prompt(tuple(ids), tuple(self._known.keys(hasher, ids)) if hasher else ())
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
