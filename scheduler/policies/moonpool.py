@@ -18,6 +18,7 @@ from moonpool.core.ids import NodeId
 from moonpool.scheduler.actions import Action, Prefetch, Replicate
 from moonpool.scheduler.board import Floats
 from moonpool.scheduler.choice import decoder_for
+from moonpool.scheduler.colocate import Limits, colocated
 from moonpool.scheduler.costs import TIE_S, work_seconds
 from moonpool.scheduler.fetching import fetching
 from moonpool.scheduler.policy import Asked, Choice, Waiting
@@ -36,6 +37,8 @@ class Moonpool:
     lookahead_s: float = 0.0
     patience: float = 0.02  # how much sooner, relatively, a busy worker must be than a free one
     move: float = 1.0  # 0: what is fetched is a copy
+    colocate: float = 0.0  # prompt tokens, at most, that a decode worker computes itself where that is sooner; 0: none
+    chunk: float = 512.0  # of them in one of its steps
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
 
     def choose(self, asked: Asked) -> Choice | None:
@@ -47,6 +50,9 @@ class Moonpool:
         decode = None if row is None else decoder_for(asked, row)
         if row is None or decode is None:
             return None
+        own = colocated(asked, Limits(int(self.chunk), int(self.colocate))) if self.colocate else None
+        if own is not None and own.ttft_s - asked.overhead_s < ttft[row] - TIE_S:
+            return own.choice
         if plan is None or plan.ttft[row] > ttft[row] or plan.ttft[row] >= alone[row]:
             return Choice(row, decode, asked.local_blocks(row))
         source = plan.sources[plan.source[row]]
