@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from moonpool.cluster.role_moves import make_planner
 from moonpool.core.config import Config, SchedulerConfig
 from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.admission.policy import Admission
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.policies.make import make_policy
+from moonpool.scheduler.policies.moonpool import Moonpool
 from moonpool.scheduler.policy import Policy
+from moonpool.scheduler.prefill_queue import Rule
+
+COLOCATED_CHUNKS = 4  # steps that running sequences wait longer in, at most, for one prompt
 
 
-def policy_of(scheduler: SchedulerConfig) -> Policy:
-    """InvalidRequest names an unknown policy or setting."""
-    return make_policy(scheduler.policy, scheduler.policy_settings)
+def policy_of(scheduler: SchedulerConfig, chunk_tokens: int = 512) -> Policy:
+    """``chunk_tokens``: of prompts in one step of a worker. InvalidRequest names an unknown policy or setting."""
+    settings = dict(scheduler.policy_settings)
+    if scheduler.colocate and scheduler.policy == Moonpool.name:
+        settings = {"colocate": COLOCATED_CHUNKS * chunk_tokens, "chunk": chunk_tokens, **settings}
+    return make_policy(scheduler.policy, settings)
 
 
 def admission_of(scheduler: SchedulerConfig) -> Admission:
@@ -24,10 +33,11 @@ def admission_of(scheduler: SchedulerConfig) -> Admission:
 def conductor_of(config: Config) -> Conductor:
     scheduler = config.scheduler
     return Conductor(
-        policy=policy_of(scheduler),
+        policy=policy_of(scheduler, config.engine.prefill_chunk),
         admission=admission_of(scheduler),
         booking_s=config.timing.request_budget_ms / 1e3,
         log_limit=scheduler.log_limit,
         max_waiting=scheduler.max_waiting,
         planner=make_planner(scheduler),
+        rule=Rule(scheduler.order == "shortest", scheduler.age_weight, scheduler.wait_cap_ms / 1e3 or inf),
     )

@@ -53,6 +53,7 @@ class LiveAttempt:
     remaining_tokens: int  # prefill: tokens still to compute; decode and both: output tokens still possible
     prompt_left: int = 0  # role both: prompt tokens still to compute
     output_tokens: int = 0  # decode and both: produced so far by this attempt and those before it
+    running: bool = False  # prefill: it is the one being computed
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,11 @@ class ChunkPlanner:
         self._chunks = 0
 
     @property
+    def current(self) -> JobKey | None:
+        """The job that computes, or whose landing is being asked for."""
+        return self._current
+
+    @property
     def queued(self) -> int:
         """Jobs of which nothing is computed yet."""
         return sum(1 for entry in self._jobs.values() if entry.stage is not Stage.COMPUTING)

@@ -238,7 +238,13 @@ class PrefillWorker:
         self._runner.links.clear()
         pages = self._engine.pages
         attempts = tuple(
-            LiveAttempt(work.job.attempt.request.id, work.key[1], len(work.tokens), self._planner.remaining(work.key))
+            LiveAttempt(
+                work.job.attempt.request.id,
+                work.key[1],
+                len(work.tokens),
+                self._planner.remaining(work.key),
+                running=work.key == self._planner.current,
+            )
             for work in self._jobs.values()
         )
         return WorkerReport(

@@ -16,6 +16,7 @@ from moonpool.core.membership import LiveAttempt, Member, WorkerReport
 from moonpool.core.placement import WorkerRef
 from moonpool.scheduler.bookings import Coming
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+from moonpool.scheduler.prefill_queue import PrefillQueues, Waiting
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,6 +37,8 @@ class Worker:
     last_chosen: int = 0  # placement number
     prefill: PrefillEstimate = field(default_factory=PrefillEstimate)
     step: StepEstimate = field(default_factory=StepEstimate)
+    waiting: list[Waiting] = field(default_factory=list)  # prefills it reported and has not begun
+    free_at: float = 0.0  # when the one it computes will be done
 
     @property
     def ref(self) -> WorkerRef:
@@ -82,7 +85,9 @@ class Usable:
 class Board:
     """Arrays of ``rows`` workers. Read-only for policies."""
 
-    def __init__(self, workers: list[Worker], stores: dict[NodeId, Member]) -> None:
+    def __init__(self, workers: list[Worker], stores: dict[NodeId, Member], queues: PrefillQueues | None = None) -> None:
+        """``queues``: of prefill workers that do not compute in order of arrival."""
+        self._queues = queues
         self.workers = sorted(workers, key=lambda w: w.member.id)
         self.row: dict[MemberId, int] = {w.member.id: i for i, w in enumerate(self.workers)}
         self.names = tuple(w.member.id for w in self.workers)
@@ -113,6 +118,18 @@ class Board:
         self.step_reach: Floats = np.zeros(n)
         self.device_bit: Ints = np.full(n, NO_BIT)  # bit numbers in the two indexes
         self.node_bit: Ints = np.full(n, NO_BIT)
+
+    def waits(self, work_s: Floats, now: float) -> Floats:
+        """Per row: seconds until a prompt of ``work_s`` that comes now would be begun."""
+        if self._queues is not None:
+            return self._queues.waits(self.names, work_s, now)
+        return np.maximum(self.busy_until - now, 0.0)
+
+    def wait(self, row: int, work_s: float, now: float) -> float:
+        """The same for one row."""
+        if self._queues is not None:
+            return float(self._queues.waits(self.names, work_s, now)[row])
+        return max(float(self.busy_until[row]) - now, 0.0)
 
     def write(self, worker: Worker, coming: Coming) -> None:
         """Bring the row of ``worker`` up to date."""

@@ -12,6 +12,7 @@ from enum import Enum
 
 from moonpool.core.ids import MemberId
 from moonpool.core.membership import LiveAttempt
+from moonpool.scheduler.prefill_queue import Waiting
 
 PREFILL_GRACE_S = 0.3  # a job not reported this long after its placement ran between two reports, or never came
 DECODE_GRACE_S = 5.0  # the gateway opens the stream at once; after this it never will
@@ -101,6 +102,14 @@ class Ledger:
                 total.sequences += 1
                 total.context_tokens += booking.prompt_tokens
         return total
+
+    def waiting(self, worker: MemberId) -> list[Waiting]:
+        """The prefills booked on ``worker`` and not in its reports yet."""
+        return [
+            Waiting(booking.request, booking.prefill_s, booking.placed_at)
+            for booking in self._by_worker.get(worker, {}).values()
+            if booking.prefill == worker and booking.at_prefill is End.COMING
+        ]
 
     def expire(self, now: float) -> list[Booking]:
         """Release what is older than ``lifetime_s``."""

@@ -50,7 +50,6 @@ class Considered:
 def predict(asked: Asked, choice: Choice, wait_s: float | None = None) -> Option:
     """``wait_s``: how long the prompt waits until it is begun; None: as long as its worker is busy."""
     board, row, prompt, now = asked.board, choice.prefill, asked.prompt, asked.now
-    wait = max(float(board.busy_until[row]) - now, 0.0) if wait_s is None else wait_s
     plan = Plan(int(asked.held.own[row]), asked.local_blocks(row), choice.until, choice.source, choice.front, choice.move)
     transfer = 0.0
     if plan.source is not None and plan.until > plan.local + plan.front:
@@ -64,6 +63,7 @@ def predict(asked: Asked, choice: Choice, wait_s: float | None = None) -> Option
     rest = b * (prompt.tokens - end) + c * (prompt.tokens * prompt.tokens - end * end)
     load = d * prompt.block_tokens * (plan.until - plan.own - plan.front)
     work = a + front + rest + load
+    wait = board.wait(row, work, now) if wait_s is None else wait_s
     if plan.front:
         ended = max(wait + front, transfer) - front + work  # the part computed first hides in the transfer, or hides it
     else:

@@ -31,6 +31,7 @@ from moonpool.scheduler.links import Links
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
+from moonpool.scheduler.prefill_queue import Rule
 from moonpool.scheduler.view import View
 from moonpool.scheduler.waiting import WaitingQueue
 
@@ -65,13 +66,15 @@ class Conductor:
         log_limit: int = 10_000,
         max_waiting: int = MAX_WAITING,
         planner: Planner | None = None,
+        rule: Rule | None = None,
     ) -> None:
-        """``booking_s``: total budget of a request, after which nothing of it can be alive. ``planner``: switches roles."""
+        """``booking_s``: total budget of a request, after which nothing of it can be alive. ``planner``: switches roles.
+        ``rule``: the order of prefill workers' own queues; None: that of arrival."""
         self.policy: Policy = policy or PooledMinTtft()
         self.admission: Admission = admission or Certain()
         self.links = Links()
         self.planner = planner
-        self._view = View(booking_s)
+        self._view = View(booking_s, rule)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
         self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)

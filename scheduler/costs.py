@@ -128,7 +128,7 @@ def score_prefill(
     table = np.empty((6, len(rows)))
     ttft, high, wait, work, kept, sure = table
     work[:], kept[:] = cost[fetches, rows], cached[fetches, rows]
-    np.maximum(board.busy_until - now, 0.0, out=wait)
+    wait[:] = board.waits(work, now)
     np.add(wait, work + overhead_s, out=ttft)
     np.add(ttft, work * board.prefill_spread, out=high)
     np.less_equal(prompt.tokens - kept, board.prefill_reach, out=sure)

@@ -7,11 +7,12 @@ from collections import Counter
 
 from moonpool.core.events import EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import MemberId, NodeId, Role
-from moonpool.core.membership import Liveness, Member, MemberChange, WorkerReport
+from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, WorkerReport
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
 from moonpool.scheduler.bookings import Booking, End, Ledger
 from moonpool.scheduler.costs import Soon, shared_blocks
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+from moonpool.scheduler.prefill_queue import PrefillQueues, Rule, Waiting
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
 WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -21,7 +22,8 @@ DEFAULT_BLOCK_TOKENS = 64  # until a member with a layout is known
 
 
 class View:
-    def __init__(self, booking_s: float) -> None:
+    def __init__(self, booking_s: float, rule: Rule | None = None) -> None:
+        """``rule``: in which order prefill workers compute what waits there."""
         self.workers: dict[MemberId, Worker] = {}
         self.stores: dict[NodeId, Member] = {}
         self.devices = PrefixIndex(Tier.G1)
@@ -29,6 +31,7 @@ class View:
         self.block_tokens = DEFAULT_BLOCK_TOKENS
         self.counts: Counter[str] = Counter()
         self._ledger = Ledger(booking_s)
+        self._queues = PrefillQueues(rule) if rule is not None and rule.shortest else None
         self._of_role = {role: (PrefillEstimate(), StepEstimate()) for role in WORKER_ROLES}
         self._spread: dict[Role, tuple[Fit, Fit]] = {}  # of a role, as the board's workers without one of their own have it
         self._board: Board | None = None  # None: membership changed since
@@ -38,11 +41,13 @@ class View:
         """Up to date; not to be kept beyond the next event."""
         if self._board is None:
             ready = [worker for worker in self.workers.values() if worker.member.ready]
-            self._board = Board(ready, {node: store for node, store in self.stores.items() if store.ready})
+            stores = {node: store for node, store in self.stores.items() if store.ready}
+            self._board = Board(ready, stores, self._queues)
             self._write_bits(self._board)
             for worker in ready:
                 self._board.write(worker, self._ledger.coming(worker.member.id))
                 self._board.write_fits(worker, *self._fits(worker))
+                self._write_queue(worker)
         return self._board
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -78,6 +83,8 @@ class View:
             known.member = member
             return
         self.workers.pop(member.id, None)
+        if self._queues is not None:
+            self._queues.forget(member.id)
         self.devices.drop(member.id)
         self._ledger.lose(member.id)
         if live:
@@ -104,7 +111,22 @@ class View:
         waiting = [(a, n) for a in report.attempts if (n := worker.prompt_left(a))]
         reported_s = sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(a, n)) for a, n in waiting)
         worker.busy_until = now + reported_s + self._ledger.coming(report.worker).prefill_s
+        if self._queues is not None:
+            self._queue(worker, waiting, fit, now)
         self._write(report.worker)
+
+    def _queue(self, worker: Worker, jobs: list[tuple[LiveAttempt, int]], fit: Fit, now: float) -> None:
+        """What of a report is being computed, and what waits and since when."""
+        known = {waiting.name: waiting.arrived for waiting in worker.waiting}
+        worker.waiting, worker.free_at = [], now
+        for attempt, left in jobs:
+            seconds = seconds_of(fit, attempt.prompt_tokens, self._ledger.left(attempt, left))
+            if attempt.running:
+                worker.free_at = now + seconds
+                continue
+            booking = self._ledger.bookings.get(attempt.request)
+            arrived = known.get(attempt.request, now) if booking is None else booking.placed_at
+            worker.waiting.append(Waiting(attempt.request, seconds, arrived))
 
     def on_blocks(self, event: EventBatch | IndexSnapshot) -> bool:
         """False: events of a node's store are missing, a snapshot is needed."""
@@ -190,6 +212,16 @@ class View:
         for name in names:
             if self._board is not None and name in self._board.row:
                 self._board.write(self.workers[name], self._ledger.coming(name))
+                self._write_queue(self.workers[name])
+
+    def _write_queue(self, worker: Worker) -> None:
+        name = worker.member.id
+        if self._queues is None:
+            return
+        if worker.member.role is Role.PREFILL:
+            self._queues.write(name, [*worker.waiting, *self._ledger.waiting(name)], worker.free_at)
+        else:
+            self._queues.write(name, [], worker.busy_until)
 
     def _write_bits(self, board: Board) -> None:
         for row, worker in enumerate(board.workers):

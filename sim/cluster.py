@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
+from moonpool.scheduler.prefill_queue import Rule
 
 KeepAt = Literal["prefill", "decode", "both"]
 GroupRole = Literal["prefill", "decode", "both"]
@@ -164,6 +165,11 @@ class SimCluster(_Values):
             mine = [group for group in self.groups if group.role == role for _ in range(group.count)]
             out |= {f"{role[0]}{i}": group for i, group in enumerate(mine)}
         return out
+
+    @property
+    def rule(self) -> Rule:
+        """The order in which a prefill node computes what waits there."""
+        return Rule(self.order == "shortest", self.age, self.wait_cap_s)
 
     def resized(self, **counts: int) -> SimCluster:
         """The same with other node counts by role, where a role has one group: ``resized(prefill=6)``."""

@@ -351,7 +351,10 @@ class PrefillNode:
         prefills, links = tuple(self._timings), tuple(self._links)
         self._timings.clear()
         self._links.clear()
-        attempts = tuple(LiveAttempt(job.request.id, job.number, job.tokens, self._left(job)) for job in self.jobs.values())
+        attempts = tuple(
+            LiveAttempt(job.request.id, job.number, job.tokens, self._left(job), running=job is self._computing)
+            for job in self.jobs.values()
+        )
         free = self.pages.free + self.pages.cached
         member = self.member
         self._site.teller.tell(

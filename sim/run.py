@@ -54,7 +54,12 @@ def simulate(
     cannot be meant.
     """
     conductor = Conductor(
-        policy=policy, admission=admission, planner=planner, booking_s=cluster.budget_s, log_limit=DECISIONS_KEPT
+        policy=policy,
+        admission=admission,
+        planner=planner,
+        booking_s=cluster.budget_s,
+        log_limit=DECISIONS_KEPT,
+        rule=cluster.rule,
     )
     return Simulation(rows, cluster, conductor, speed, bursts, seed, on_progress).run()
 

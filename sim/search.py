@@ -179,7 +179,11 @@ class Search:
         misses = _Misses(cluster, allowed if prune else total)
         makers = self._makers
         conductor = Conductor(
-            policy=makers.policy(), admission=makers.admission(), planner=makers.planner(), booking_s=cluster.budget_s
+            policy=makers.policy(),
+            admission=makers.admission(),
+            planner=makers.planner(),
+            booking_s=cluster.budget_s,
+            rule=cluster.rule,
         )
         simulation = Simulation(
             self._rows, cluster, conductor, self._goal.speed, self._goal.bursts, on_progress=lambda ended, of: misses.look()

@@ -692,12 +692,14 @@ class LiveAttempt(message.Message):
     REMAINING_TOKENS_FIELD_NUMBER: builtins.int
     PROMPT_LEFT_FIELD_NUMBER: builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
     remaining_tokens: builtins.int
     prompt_left: builtins.int
     output_tokens: builtins.int
+    running: builtins.bool
     def __init__(
         self,
         *,
@@ -707,10 +709,11 @@ class LiveAttempt(message.Message):
         remaining_tokens: builtins.int = ...,
         prompt_left: builtins.int = ...,
         output_tokens: builtins.int = ...,
+        running: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "output_tokens", b"output_tokens", "prompt_left", b"prompt_left", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "output_tokens", b"output_tokens", "prompt_left", b"prompt_left", "prompt_tokens", b"prompt_tokens", "remaining_tokens", b"remaining_tokens", "request", b"request", "running", b"running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
