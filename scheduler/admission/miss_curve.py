@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LOWEST, HIGHEST, WIDTH = 0.4, 1.6, 0.05  # of predicted over target; what lies outside shares the outermost buckets
+LOWEST, HIGHEST, WIDTH = 0.5, 1.5, 0.01  # of predicted over target; what lies outside shares the outermost buckets
 ERRORS = 400  # newest ones kept
 CLOSEST = 0.25  # share of them that says what happens at the edge: who came to a half empty worker saw it fill up
 LOADED = 0.5  # ratio from which on an error is kept
 FIRST_ERROR = 0.01  # relative error of predictions nobody has checked yet: refuse only what surely misses
 FIRST_WEIGHT = 20.0  # of that assumption, in outcomes
-PRIOR_WEIGHT = 10.0  # of the errors' word, in outcomes per bucket
+PRIOR_WEIGHT = 2.0  # of the errors' word, in outcomes per bucket
 HALF_LIFE = 1_000.0  # outcomes until one weighs half in its bucket
 READ_EVERY = 16  # outcomes between two looks at the errors
 
