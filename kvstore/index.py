@@ -124,14 +124,20 @@ class BlockIndex(Candidates):
                     start = at + 1
 
     def cool(self, rows: Sequence[int], now: float) -> int:
-        """Another node took over these rows, which follow one another: their copies go first, in whatever tier.
+        """Another node took over these rows, which follow one another, and has what comes before them: the copies of all
+        of them go first, in whatever tier.
 
         Those before a fork stay as they are, since what else follows them was not taken over. Returns how many cooled.
         """
+        child, parent = self.child, self.parent
         at = len(rows)
-        while at and self.child[rows[at - 1]] != MANY:
+        while at and child[rows[at - 1]] != MANY:
             at -= 1
-        mine = rows[at:]
+        mine = list(rows[at:])
+        above = parent[mine[0]] if mine and not at else NONE
+        while above >= 0 and child[above] != MANY:
+            mine.append(above)
+            above = parent[above]
         if not mine or not isinstance(self.policy, Cooler):
             return 0
         self.policy.cool([row for row in mine if self.slot[row] >= 0], now)

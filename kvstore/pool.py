@@ -187,7 +187,8 @@ class Pool:
         return self.reservations.abandon(session, ids)
 
     def cool(self, keys: Sequence[bytes], now: float) -> int:
-        """Another node took over the leading blocks among ``keys``: here they are the first to go, unless used again.
+        """Another node took over the leading blocks among ``keys``, and has what comes before them: here all of these are
+        the first to go, unless used again.
 
         Those before the last fork stay as they are. How many cooled; 0 under a policy that cannot tell them apart.
         """

@@ -264,6 +264,17 @@ def test_blocks_that_another_node_took_over_go_first_up_to_the_last_fork() -> No
     assert [pool.lookup(a), pool.lookup(b), pool.lookup([*a[:2], *keys(1, "c")])] == [2, 1, 3]
 
 
+def test_blocks_before_those_taken_over_go_with_them() -> None:
+    pool = pool_of(6)
+    store(pool, keys(4, "a"), now=1.0)
+    store(pool, keys(2, "b"), now=2.0)
+    pool.pin(READER, keys(4, "a"), USE, 3.0)
+    pool.session_ended(READER, 3.0)
+    assert pool.cool(keys(4, "a")[2:], 4.0) == 4
+    store(pool, keys(3, "c"), now=5.0)
+    assert [pool.lookup(keys(4, "a")), pool.lookup(keys(2, "b"))] == [1, 2]
+
+
 def test_a_cooled_block_that_is_used_again_keeps_its_place() -> None:
     pool = pool_of(4)
     store(pool, keys(2, "a"), now=1.0)
