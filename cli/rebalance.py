@@ -100,7 +100,7 @@ async def _follow(registry: str, told: dict[str, Any], before: dict[Any, MemberC
 
 def _print(told: dict[str, Any]) -> None:
     forecast, now, best = told["forecast"], told["now"], told["best"]
-    say(
+    print(
         f"forecast: {forecast['requests']:.2f} requests/s, {forecast['computed_tokens']:.0f} prompt tokens/s to compute "
         f"(of {forecast['prompt_tokens']:.0f}), {forecast['output_tokens']:.0f} output tokens/s: "
         f"{forecast['prefill_work']:.2f} prefill and {forecast['decode_work']:.2f} decode workers kept busy"
@@ -108,14 +108,14 @@ def _print(told: dict[str, Any]) -> None:
     for load in told["loads"]:
         about = f"{load['wait_s']:.1f} s of work" if load["role"] == "prefill" else ""
         about = about or f"{load['batch']} sequences, {load['context_tokens']} tokens"
-        say(f"  {load['worker']:<14} {load['role']:<8} {'on its way' if load['moving'] else about}")
-    say(f"now:  {_split(now)}")
-    say(f"best: {_split(best)}")
-    say(f"size: {told['needed_prefill']} prefill and {told['needed_decode']} decode workers would do")
+        print(f"  {load['worker']:<14} {load['role']:<8} {'on its way' if load['moving'] else about}")
+    print(f"now:  {_split(now)}")
+    print(f"best: {_split(best)}")
+    print(f"size: {told['needed_prefill']} prefill and {told['needed_decode']} decode workers would do")
     for switch in told["switches"]:
-        say(f"switch {switch['worker']} to {switch['role']}")
+        print(f"switch {switch['worker']} to {switch['role']}")
     if not told["switches"]:
-        say(f"nothing to switch: {told['held_back']}")
+        print(f"nothing to switch: {told['held_back']}")
 
 
 def _split(split: dict[str, Any]) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +77,13 @@ def serves_as(cluster: LocalCluster, name: str, role: Role, incarnation: int = 0
     return change.liveness is Liveness.LIVE and member.ready and member.role is role and member.incarnation > incarnation
 
 
+def rebalance(cluster: LocalCluster, *options: str) -> subprocess.CompletedProcess[str]:
+    """``moonpool rebalance`` as a user types it."""
+    where = ("--set", f"cluster.state_dir={cluster.folder / 'state'}", "--set", f"cluster.name={cluster.name}")
+    command = [sys.executable, "-m", "moonpool.cli.main", "rebalance", *where, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 async def load(cluster: LocalCluster, prompts: list[list[int]], pause_s: float) -> list[Answer]:
     async with cluster.client() as client:
         tasks = []
@@ -90,9 +100,11 @@ async def test_a_prefill_worker_turns_to_decode_and_back_under_load_and_nothing_
     prompts = [prompt(100 + 40 * (seed % 4), seed) for seed in range(16)]
     loading = asyncio.create_task(load(cluster, prompts, 0.2))
     await asyncio.sleep(0.7)
-    await asyncio.to_thread(switch, cluster, "prefill-1", "decode")
+    done = await asyncio.to_thread(rebalance, cluster, "--apply", "--switch", "prefill-1=decode")
     answers = await loading
-    await asyncio.to_thread(cluster.until, lambda: serves_as(cluster, "prefill-1", Role.DECODE), "prefill-1 decodes", 60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "switch prefill-1 to decode" in done.stdout
+    assert "prefill-1 drains" in done.stderr and "prefill-1 is back as decode" in done.stderr
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.status == 200, answer.body
         oracle.check(ids, answer.ids, "while a role was switched")
@@ -108,6 +120,11 @@ async def test_a_prefill_worker_turns_to_decode_and_back_under_load_and_nothing_
     assert numbers["prefill-0"]["jobs_count"], "the prefill worker that is left computes"
     assert numbers["prefill-1"]["started_count"], "the new decode worker takes its share"
     cluster.assert_idle(20)
+    told = json.loads((await asyncio.to_thread(rebalance, cluster, "--json")).stdout)
+    assert (told["now"]["prefill"], told["now"]["decode"]) == (1, 2)
+    assert told["switches"] == [] and told["held_back"], "nothing is under pressure"
+    refused = await asyncio.to_thread(rebalance, cluster, "--apply", "--switch", "conductor-0=decode")
+    assert refused.returncode == 1 and "a conductor process, which has no other role" in refused.stderr
 
     os.kill(after.pid, signal.SIGKILL)
     await asyncio.to_thread(
