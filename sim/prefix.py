@@ -74,40 +74,32 @@ class Prefix:
                 at = self._read(first, end)
 
     def _read(self, first: int, end: int) -> int:
-        """From this node's own SSD; returns where that ends."""
-        n, ssd = self._on_ssd(self.store, first, end), self.store.ssd
-        if ssd is None or not n:
+        """From this node's own SSD, as far as blocks lie in either of its tiers; returns where that ends."""
+        end = min(self.store.pool.lookup(self.keys[:end]), end)
+        only = self._only_on_ssd(self.store, first, end)
+        if not only:
             return first
-        coming = Coming(first, first + n, self.store, self.links.clock.now)
+        coming = Coming(first, end, self.store, self.links.clock.now)
         self.coming.append(coming)
-        self.read(coming, lambda: self._arrived(coming, True))
-        return coming.end
+        self._climb(self.store, only, lambda: self._arrived(coming, True))
+        return end
 
-    def read(self, coming: Coming, then: Callable[[], None]) -> None:
-        ssd = coming.source.ssd
-        assert ssd is not None
-        ssd.read(self.keys[coming.first : coming.end], self.use, lambda _: None if self.closed else then())
+    def _only_on_ssd(self, store: StoreNode, first: int, end: int) -> list[bytes]:
+        return [] if store.ssd is None else [key for key, _ in store.pool.on_ssd(self.keys[first:end])]
 
-    def _on_ssd(self, store: StoreNode, first: int, end: int) -> int:
-        """How many blocks from ``first`` on lie on SSD only, without a gap."""
-        if store.ssd is None:
-            return 0
-        only = [key for key, _ in store.pool.on_ssd(self.keys[first:end])]
-        n = 0
-        while n < len(only) and only[n] == self.keys[first + n]:
-            n += 1
-        return n
+    def _climb(self, store: StoreNode, keys: list[bytes], then: Callable[[], None]) -> None:
+        assert store.ssd is not None
+        store.ssd.read(keys, self.use, lambda _: None if self.closed else then())
 
     def _fetch(self, at: int, first: int, end: int, source: StoreNode, move: bool) -> None:
         """Blocks [at, first) are computed meanwhile, or on their way already."""
-        if self._on_ssd(source, first, end) and source.ssd is not None:
-            coming = Coming(first, end, source, self.links.clock.now, move=move)
-            self.coming.append(coming)
-            self.read(coming, lambda: self._send(coming, at))
-            return
         coming = Coming(first, end, source, self.links.clock.now, move=move)
         self.coming.append(coming)
-        self._send(coming, at)
+        only = self._only_on_ssd(source, first, end)
+        if only:
+            self._climb(source, only, lambda: self._send(coming, at))
+        else:
+            self._send(coming, at)
 
     def _send(self, coming: Coming, at: int) -> None:
         source, first = coming.source, coming.first

@@ -41,7 +41,9 @@ def test_every_folder_with_code_has_its_link() -> None:
     assert folders == linked
 
 
-@pytest.mark.parametrize("module", ["moonpool.loadgen", "moonpool.loadgen.commands", "moonpool.cli.main", "moonpool.core"])
+@pytest.mark.parametrize(
+    "module", ["moonpool.loadgen", "moonpool.loadgen.commands", "moonpool.sim.run", "moonpool.cli.main", "moonpool.core"]
+)
 def test_importing_leaves_the_heavy_libraries_out(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moonpool.decode_worker.batcher import Run
+from moonpool.sim.gaps import Gaps
+
+RUNS = st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 0.2), st.floats(0.0, 1e-3)), min_size=1, max_size=12)
+
+
+@given(runs=RUNS, begin=st.integers(0, 11), wait=st.floats(0.0, 5.0))
+def test_the_slowest_tenth_is_that_of_all_gaps_written_out(
+    runs: list[tuple[int, float, float]], begin: int, wait: float
+) -> None:
+    gaps = Gaps()
+    for steps, first, slope in runs:
+        gaps.add(Run(steps, 1, 1, first, slope))
+    written = [[first + slope * i for i in range(steps)] for steps, first, slope in runs[begin:]]
+    if not written:
+        assert gaps.slowest_s(begin, len(runs), []) is None
+        return
+    written[0][0] += wait
+    flat = sorted(gap for run in written for gap in run)
+    n = ceil(len(flat) / 10)
+    assert gaps.slowest_s(begin, len(runs), [(begin, wait)]) == pytest.approx(sum(flat[-n:]) / n)
