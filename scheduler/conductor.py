@@ -251,7 +251,8 @@ class Conductor:
         held = self._held(request.keys, board, rows)
         soon, sharing = self._view.alike(request.keys, held.anywhere)
         seconds, pool = self._overhead.seconds, self._view.pool
-        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool)
+        queued = len(self._queue), self._queue.prompt_tokens
+        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
         devices, pool = self._view.devices, self._view.pool

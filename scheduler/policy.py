@@ -34,6 +34,8 @@ class Asked:
     soon: tuple[Soon, ...] = ()  # what is being computed for others and reaches beyond all that is held
     sharing: int = 0  # prompts being computed that begin with all that is held of this one
     pool: PrefixIndex | None = field(default=None, repr=False)  # what nodes hold, by tier; to be read only
+    waiting: int = 0  # requests let in and not bound to workers yet, which no row of the board counts
+    waiting_tokens: int = 0  # of their prompts
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
     _decode: DecodeScores | None = field(default=None, repr=False)

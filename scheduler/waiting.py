@@ -26,6 +26,7 @@ class WaitingQueue:
         self._order: list[Place] = []  # sorted
         self._entries: list[Waiting] = []  # in the same order
         self._places: dict[str, tuple[Place, Waiting]] = {}  # oldest first
+        self.prompt_tokens = 0  # of all who wait
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -41,6 +42,7 @@ class WaitingQueue:
         self._order.insert(at, place)
         self._entries.insert(at, waiting)
         self._places[waiting.request.request] = place, waiting
+        self.prompt_tokens += waiting.request.prompt_tokens
 
     def remove(self, request: str) -> bool:
         found = self._places.pop(request, None)
@@ -48,6 +50,7 @@ class WaitingQueue:
             return False
         at = bisect.bisect_left(self._order, found[0])
         del self._order[at], self._entries[at]
+        self.prompt_tokens -= found[1].request.prompt_tokens
         return True
 
     def nth(self, n: int, now: float) -> Waiting | None:

@@ -22,7 +22,8 @@ class QueueBounds:
 
     def refuse(self, asked: Asked, option: Option, withheld: Withheld) -> Refusal | None:
         board, rows = asked.board, asked.usable.prefills
-        queued, jobs = int(board.to_compute[rows].sum()), int(board.load[rows].sum())
+        queued = int(board.to_compute[rows].sum()) + asked.waiting_tokens
+        jobs = int(board.load[rows].sum()) + asked.waiting
         if queued == 0:
             return None
         new, left = asked.prompt.tokens - option.cached_tokens, 1.0 - withheld.share
