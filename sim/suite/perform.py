@@ -24,6 +24,7 @@ def perform(
             yield run, known
         else:
             left.append(Job(run=run, traces=traces))
+    left.sort(key=lambda job: -_weight(job.run))  # the longest first, so that no process waits for the other at the end
     tell(f"{len(runs) - len(left)} of {len(runs)} runs are finished already")
     for done, (job, answer) in enumerate(_answers(left, processes), 1):
         if isinstance(answer, str):
@@ -61,6 +62,20 @@ def tried(job: Job) -> Figures | str:
         return measure(job)
     except Exception as e:  # noqa: BLE001 - it is reported as the row's failure
         return f"{type(e).__name__}: {e}"
+
+
+def _weight(run: AnyRun) -> float:
+    """How long a run takes, roughly, next to others."""
+    match run:
+        case ForcedRun():
+            return 20.0 * _weight(run.base)
+        case SpeedRun():
+            return 6.0 * _weight(run.base)
+        case ClusterRun():
+            rows = {"conversation": 12_000, "synthetic": 4_000, "made": 2_000}[run.workload.trace]
+            return float(min(rows, run.workload.first or rows)) * (2.0 if run.policy == "moonpool" else 1.0)
+        case _:
+            return 0.0
 
 
 def title(run: AnyRun) -> str:
