@@ -76,28 +76,28 @@ class Prefix:
     def _read(self, first: int, end: int) -> int:
         """From this node's own SSD, as far as blocks lie in either of its tiers; returns where that ends."""
         end = min(self.store.pool.lookup(self.keys[:end]), end)
-        only = self._only_on_ssd(self.store, first, end)
-        if not only:
+        if not self._on_ssd(self.store, first, end):
             return first
         coming = Coming(first, end, self.store, self.links.clock.now)
         self.coming.append(coming)
-        self._climb(self.store, only, lambda: self._arrived(coming, True))
+        self._climb(coming, lambda: self._arrived(coming, True))
         return end
 
-    def _only_on_ssd(self, store: StoreNode, first: int, end: int) -> list[bytes]:
-        return [] if store.ssd is None else [key for key, _ in store.pool.on_ssd(self.keys[first:end])]
+    def _on_ssd(self, store: StoreNode, first: int, end: int) -> bool:
+        return store.ssd is not None and bool(store.pool.on_ssd(self.keys[first:end]))
 
-    def _climb(self, store: StoreNode, keys: list[bytes], then: Callable[[], None]) -> None:
-        assert store.ssd is not None
-        store.ssd.read(keys, self.use, lambda _: None if self.closed else then())
+    def _climb(self, coming: Coming, then: Callable[[], None]) -> None:
+        """All are named, those in DRAM too: making room for the others must not evict them."""
+        ssd = coming.source.ssd
+        assert ssd is not None
+        ssd.read(self.keys[coming.first : coming.end], self.use, lambda _: None if self.closed else then())
 
     def _fetch(self, at: int, first: int, end: int, source: StoreNode, move: bool) -> None:
         """Blocks [at, first) are computed meanwhile, or on their way already."""
         coming = Coming(first, end, source, self.links.clock.now, move=move)
         self.coming.append(coming)
-        only = self._only_on_ssd(source, first, end)
-        if only:
-            self._climb(source, only, lambda: self._send(coming, at))
+        if self._on_ssd(source, first, end):
+            self._climb(coming, lambda: self._send(coming, at))
         else:
             self._send(coming, at)
 

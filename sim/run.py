@@ -154,8 +154,7 @@ class Simulation:
     def _prefetch(self, node: NodeId, keys: Sequence[bytes]) -> None:
         store = self.site.stores[node]
         if store.ssd is not None and store.alive:
-            only = [key for key, _ in store.pool.on_ssd(keys)]
-            self.outcome.counters["prefetched_blocks"] += store.ssd.read(only, Use(), lambda _: None)
+            self.outcome.counters["prefetched_blocks"] += store.ssd.read(keys, Use(), lambda _: None)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 

@@ -36,9 +36,9 @@ class SsdTier:
     # Up.
 
     def read(self, keys: Sequence[bytes], use: Use, done: Callable[[int], None]) -> int:
-        """Bring those of ``keys`` up that only SSD has and nobody brings up yet. How many; ``done`` hears when they are there.
+        """Bring up those of ``keys`` that only SSD has and nobody brings up yet; returns how many.
 
-        ``keys`` lie on SSD one after the other, or are on their way up.
+        ``done`` is called when they have come, with how many did.
         """
         promotions = self._pool.promote(keys, use, self._clock.now)
         self._changed()
