@@ -366,7 +366,15 @@ class DecodeNode:
                 waits.append((attempt.joined_at, attempt.pause_s))
             attempt.request.outcome.tbt_s = self.gaps.slowest_s(attempt.joined_at, len(self.gaps), waits)
         self._end(attempt)
+        self._tell_end(attempt)
         self._site.front.finished(attempt)
+
+    def _tell_end(self, attempt: Try) -> None:
+        """Eviction learns from how long answers get, wherever the prompt is kept."""
+        keep, placement = self._site.cluster.keep, attempt.placement
+        at = {"prefill": (placement.prefill.node,), "decode": (placement.decode.node,)}
+        for node in at.get(keep, (placement.prefill.node, placement.decode.node)):
+            self._site.stores[node].ended(attempt.request.use, attempt.request.wanted)
 
     # -- what it tells -------------------------------------------------------------------------------------------------
 

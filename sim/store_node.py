@@ -112,6 +112,11 @@ class StoreNode:
             self.pool.cool(keys, self.now)
             self.flush()
 
+    def ended(self, use: Use, output_tokens: int) -> None:
+        """The newest request of ``use`` was answered with so many tokens."""
+        if self.alive:
+            self.pool.ended(use, output_tokens, self.now)
+
     def flush(self) -> None:
         """Events to the conductor, and what follows from them for the SSD tier."""
         for batch in self.pool.take_events():
