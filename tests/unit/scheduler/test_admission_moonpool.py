@@ -8,14 +8,18 @@ from support.cluster_of_members import Cluster, prefill_seconds, step_seconds
 from moonpool.core.errors import STATUS, Reason
 from moonpool.core.ids import Role
 from moonpool.core.membership import LiveAttempt
-from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
+from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
 from moonpool.core.request import Targets
 from moonpool.scheduler.admission.moonpool import MoonpoolAdmission
 from moonpool.scheduler.conductor import Conductor
+from moonpool.scheduler.policies.make import make_policy
+from moonpool.scheduler.policy import Policy
 
 
-def small(admission: MoonpoolAdmission | None = None, *, prefills: int = 1, taught: bool = True) -> Cluster:
-    cluster = Cluster(Conductor(admission=admission or MoonpoolAdmission()))
+def small(
+    admission: MoonpoolAdmission | None = None, *, prefills: int = 1, taught: bool = True, policy: Policy | None = None
+) -> Cluster:
+    cluster = Cluster(Conductor(policy=policy, admission=admission or MoonpoolAdmission()))
     for node in "ab":
         cluster.join(f"store-{node}", Role.STORE, node)
     names = [f"prefill-{i}" for i in range(prefills)] + ["decode-0"]
@@ -97,6 +101,23 @@ def test_accepted_prompts_that_are_still_being_computed_count_for_the_decode_wor
     answers = [ask(cluster, f"r{i}", tbt_ms=1e3 * step_seconds(6, 4_000)) for i in range(12)]
     assert 3 <= sum(isinstance(answer, Placement) for answer in answers) <= 6
     refused(answers[-1])
+
+
+def test_prompts_that_wait_for_a_prefill_worker_count_for_the_decode_worker_too() -> None:
+    cluster = small(policy=make_policy("moonpool"))
+    cluster.report("prefill-0", [LiveAttempt("q", 1, 3_000, 3_000)])
+    asked = [PlaceRequest(f"r{i}", 1, (), 500, 64, Targets(None, 1e3 * step_seconds(6, 4_000))) for i in range(12)]
+    answers = [cluster.conductor.place(one, cluster.now) for one in asked]
+    assert 3 <= sum(isinstance(answer, Later) for answer in answers) <= 6
+    assert isinstance(answers[-1], Refusal)
+
+
+def test_prompts_that_wait_for_a_prefill_worker_count_as_queued() -> None:
+    cluster = small(MoonpoolAdmission(queued_tokens=5_000), policy=make_policy("moonpool"))
+    cluster.report("prefill-0", [LiveAttempt("q", 1, 3_000, 3_000)])
+    asked = [PlaceRequest(f"r{i}", 1, (), 700, 64, Targets()) for i in range(4)]
+    answers = [cluster.conductor.place(one, cluster.now) for one in asked]
+    assert [isinstance(answer, Later) for answer in answers] == [True, True, False, False]
 
 
 def test_what_nothing_sure_is_known_of_is_let_in() -> None:
