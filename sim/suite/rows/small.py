@@ -63,7 +63,7 @@ def _shapes(trace: TraceName) -> Iterator[Row]:
     whole = Workload(trace=trace, first=FIRST[trace])
     served = OURS.run(whole, prefill=8, decode=8)
     yield Row(
-        f"small.tbt.{trace}", f"share of TBT <= 100 ms over that of the paper's algorithm, 8P8D, first {FIRST[trace]} of {trace}",
+        f"small.tbt.{trace}", f"share of TBT <= 100 ms over the paper's algorithm's, 8P8D, first {FIRST[trace]} of {trace}",
         "1", (served, PAPER.run(whole, prefill=8, decode=8)), ratio("tbt_share", 0, 1), Target(least=0.98),
         beside=(("ours", figure("tbt_share", 0)), ("algorithm1", figure("tbt_share", 1))),
     )  # fmt: skip
