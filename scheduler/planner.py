@@ -66,8 +66,9 @@ class Load:
     worker: MemberId
     role: Role
     wait_s: float = 0.0  # prefill: seconds of work it has
-    batch: int = 0  # decode
-    context_tokens: int = 0
+    batch: int = 0  # decode: sequences that have their first token
+    context_tokens: int = 0  # theirs
+    held_tokens: int = 0  # also of those whose prompts are still computed elsewhere: all of them have to drain
     moving: bool = False
 
 
@@ -180,9 +181,14 @@ class Planner:
                     del self._moving[worker.member.id]
                 elif moving is not None and now - moving[1] < LOST_SWITCH_S:
                     continue  # not yet begun
-                wait_s = max(float(board.busy_until[row]) - now, 0.0) if role is Role.PREFILL else 0.0
-                context = int(board.context[row])
-                loads.append(Load(worker.member.id, role, wait_s, int(board.batch[row]), context))
+                if role is Role.PREFILL:
+                    loads.append(Load(worker.member.id, role, wait_s=max(float(board.busy_until[row]) - now, 0.0)))
+                else:
+                    decoding = [a for a in worker.attempts if a.output_tokens]  # others still wait for their prompts
+                    context, held = (
+                        sum(a.prompt_tokens + a.output_tokens for a in some) for some in (decoding, worker.attempts)
+                    )
+                    loads.append(Load(worker.member.id, role, 0.0, len(decoding), context, held))
         for name, (role, since) in list(self._moving.items()):
             if now - since >= LOST_SWITCH_S:
                 del self._moving[name]
@@ -233,7 +239,7 @@ class Planner:
         """Those that are drained soonest."""
         donors = [load for load in loads if load.role is not role and not load.moving]
         count = min(count, max(1, int(self.settings.at_once * len(donors))))
-        donors.sort(key=lambda load: (load.context_tokens, load.wait_s, load.batch, load.worker))
+        donors.sort(key=lambda load: (load.held_tokens, load.wait_s, load.worker))
         return [SwitchRole(load.worker, role) for load in donors[:count]]
 
 

@@ -211,3 +211,15 @@ def test_an_unknown_setting_is_refused_by_name() -> None:
     assert Settings.of({"dwell_s": 5, "min_decode": 3}) == replace(Settings(), dwell_s=5.0, min_decode=3)
     with pytest.raises(InvalidRequest, match="'dwel_s' is unknown; use some of ttft_s"):
         Settings.of({"dwel_s": 5.0})
+
+
+def test_what_a_decode_worker_holds_while_prompts_wait_elsewhere_is_no_load_of_its_steps() -> None:
+    """With too few prefill workers everybody's prompts wait, and the decode workers hold them all."""
+    house = House(1, 4)
+    for worker in range(4):
+        waiting = [LiveAttempt(f"{worker}.{i}", 1, 9_000, 50) for i in range(40)]
+        house.cluster.report(f"decode-{worker}", [*waiting, LiveAttempt("d", 1, 500, 50, output_tokens=20)])
+    house.traffic(30, prefill_s=1.5)
+    proposal = house.propose()
+    assert all(load.batch == 1 for load in proposal.loads if load.role is Role.DECODE and not load.moving)
+    assert {switch.role for _, switch in house.switched} == {Role.PREFILL}
