@@ -8,6 +8,7 @@ shares are made never to fall as the ratio grows: isotonic regression by pooling
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 
@@ -33,12 +34,15 @@ class MissCurve:
     def __init__(self) -> None:
         self._edges: Floats = np.arange(LOWEST, HIGHEST + WIDTH / 2, WIDTH)
         self._middles: Floats = np.append(self._edges[0] - WIDTH, self._edges) + WIDTH / 2
-        self._first = np.array([0.5 * (1.0 + math.erf((m - 1.0) / FIRST_ERROR / math.sqrt(2.0))) for m in self._middles])
+        self._first_middle = float(self._middles[0])
+        self._first: Floats = np.array(
+            [0.5 * (1.0 + math.erf((m - 1.0) / FIRST_ERROR / math.sqrt(2.0))) for m in self._middles]
+        )
         self._errors: deque[tuple[float, float]] = deque(maxlen=ERRORS)  # ratio, measured over predicted
         self._missed: Floats = np.zeros(len(self._middles))
         self._seen: Floats = np.zeros(len(self._middles))
         self._added = 0
-        self._curve: Floats = self._first
+        self._curve: list[float] = self._first.tolist()
 
     def add(self, ratio: float, measured: float) -> None:
         """A request accepted with prediction over target ``ratio`` has ended; ``measured``: latency over target."""
@@ -58,20 +62,23 @@ class MissCurve:
 
     def chance(self, ratio: float) -> float:
         """Of missing the target."""
-        return float(np.interp(ratio, self._middles, self._curve))
+        place = min(max((ratio - self._first_middle) / WIDTH, 0.0), len(self._curve) - 1.0)
+        at = min(int(place), len(self._curve) - 2)
+        low, high = self._curve[at], self._curve[at + 1]
+        return low + (place - at) * (high - low)
 
     def highest(self, chance: float) -> float:
         """The largest ratio at which a miss is no likelier than ``chance``; 0 where there is none."""
         values = self._curve
         if values[0] > chance:
             return 0.0
-        i = int(np.searchsorted(values, chance, side="right"))
+        i = bisect.bisect_right(values, chance)
         if i == len(values):
             return math.inf
         low, high = values[i - 1], values[i]
         return float(self._middles[i - 1] + (chance - low) / (high - low) * (self._middles[i] - self._middles[i - 1]))
 
-    def _read(self) -> Floats:
+    def _read(self) -> list[float]:
         table = np.array(self._errors).reshape(-1, 2)
         closest = table[table[:, 0] >= np.quantile(table[:, 0], 1.0 - CLOSEST)] if len(table) else table
         errors = np.sort(closest[:, 1])
@@ -81,7 +88,7 @@ class MissCurve:
         return never_falling((self._missed + prior * PRIOR_WEIGHT) / weights, weights)
 
 
-def never_falling(values: Floats, weights: Floats) -> Floats:
+def never_falling(values: Floats, weights: Floats) -> list[float]:
     """The closest never falling sequence, by weighted squares."""
     pools: list[tuple[float, float, int]] = []  # value, weight, length
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
@@ -91,4 +98,4 @@ def never_falling(values: Floats, weights: Floats) -> Floats:
             value = (before * heavy + value * weight) / (heavy + weight)
             weight, length = heavy + weight, long + length
         pools.append((value, weight, length))
-    return np.concatenate([np.full(length, value) for value, _, length in pools])
+    return [value for value, _, length in pools for _ in range(length)]

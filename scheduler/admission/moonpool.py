@@ -25,7 +25,8 @@ from moonpool.scheduler.output_length import OutputLengths
 from moonpool.scheduler.policy import Asked
 
 REMEMBERED = 20_000  # accepted requests that have not ended
-EXPECTED_TOKENS = 2_048  # longest answer counted with when an accepted request is charged
+FIRST_ANSWER_TOKENS = 200.0  # of an answer, until some have ended; what an accepted request is charged with at first
+ANSWER_MEMORY = 500  # answers that the mean is over
 KV_HELD_S = 30.0  # how long a prompt's KV takes up a decode worker, for the ledger
 
 
@@ -80,6 +81,7 @@ class MoonpoolAdmission:
         self._board: Board | None = None  # whose offers the ledger knows
         self._accepted: dict[tuple[str, int], _Accepted] = {}
         self._lengths = OutputLengths()
+        self._answer_tokens, self._answers = FIRST_ANSWER_TOKENS, 0
 
     @property
     def open(self) -> int:
@@ -98,6 +100,7 @@ class MoonpoolAdmission:
         kept = 1.0
         for judged in (ttft, tbt):
             kept *= 1.0 if judged is None else 1.0 - judged.chance
+        kept *= 1.0 - self.ttft_curve.chance(asked.pressed) if asked.pressed else 1.0
         if 1.0 - kept > self._chance:
             return self._refuse(asked, option, ttft, tbt, withheld)
         self._accept(asked, option, ttft, tbt)
@@ -167,8 +170,7 @@ class MoonpoolAdmission:
 
     def _accept(self, asked: Asked, option: Option, ttft: _Judged | None, tbt: _Judged | None) -> None:
         board, request, tokens = asked.board, asked.request, asked.prompt.tokens
-        most = min(request.max_tokens, EXPECTED_TOKENS)
-        answer = self._lengths.survival(request.tenant, request.turn, tokens).mean_left(most=most)
+        answer = min(self._answer_tokens, float(request.max_tokens))
         _, b, c = (float(x) for x in board.step_fit[:, option.decode])
         token_s = b + c * (tokens + 0.5 * answer)
         plan, kv_bytes = option.plan, tokens * board.block_bytes / asked.prompt.block_tokens
@@ -190,6 +192,8 @@ class MoonpoolAdmission:
         self._lengths.add(accepted.tenant, accepted.turn, accepted.prompt_tokens, done.output_tokens, ended=ended)
         if not ended or done.ttft_ms <= 0.0:
             return
+        self._answers = min(self._answers + 1, ANSWER_MEMORY)
+        self._answer_tokens += (done.output_tokens - self._answer_tokens) / self._answers
         if accepted.ttft is not None and done.attempt <= 1:
             self.ttft_curve.add(accepted.ttft.ratio, done.ttft_ms / 1e3 / accepted.ttft.target_s)
         if accepted.tbt is not None and done.output_tokens > 1:
