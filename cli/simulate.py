@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moonpool.cli.options import AsJson, named, say
+from moonpool.cli.simulate_search import search as search_split
 from moonpool.cli.simulate_suite import Compared, compare_policies, run_suite
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ def simulate(
     compare: Annotated[
         str, typer.Option("--compare", metavar="P1,P2,...", help="Policies side by side; settings follow their policy's name.")
     ] = "",
+    roles: Annotated[
+        str, typer.Option("--roles", help="fixed, or auto: they follow the traffic; auto,SETTING=VALUE,...")
+    ] = "fixed",
+    search: Annotated[bool, typer.Option("--search", help="The fewest nodes that keep --share inside the targets.")] = False,
+    share: Annotated[float, typer.Option("--share", help="--search: of all requests.")] = 0.98,
+    nodes: Annotated[int, typer.Option("--nodes", help="--search: the best split of so many instead; 0: as few as do.")] = 0,
     suite: Annotated[str, typer.Option("--suite", help="paper: the whole comparison with published figures.")] = "",
     traces: Annotated[
         Path | None, typer.Option("--traces", metavar="FOLDER", help="--suite: the public traces.", show_default=False)
@@ -69,6 +76,7 @@ def simulate(
     from moonpool.scheduler.policies.make import make_policy
     from moonpool.sim.report import in_json, in_words, write_outcome
     from moonpool.sim.run import simulate as run
+    from moonpool.sim.search import Goal, Makers, planner_of
 
     if trace is None:
         raise ConfigError("--trace: give a JSONL trace, perhaps .gz", param="--trace")
@@ -84,12 +92,23 @@ def simulate(
         return
     policy_name, policy_settings = named(policy, "--policy")
     admission_name, admission_settings = named(admission, "--admission")
+    planned, planner_settings = named(roles, "--roles")
+    makers = Makers(
+        lambda: make_policy(policy_name, policy_settings),
+        lambda: make_admission(admission_name, admission_settings),
+        lambda: planner_of(planned, planner_settings, machines.targets),
+    )
+    if search:
+        goal = Goal(share, speed, "spread" if bursts == "spread" else "released")
+        search_split(read.rows[: limit or None], machines, makers, goal, nodes=nodes, as_json=as_json)
+        return
     began = time.monotonic()
     outcome = run(
         read.rows[: limit or None],
         machines,
-        policy=make_policy(policy_name, policy_settings),
-        admission=make_admission(admission_name, admission_settings),
+        policy=makers.policy(),
+        admission=makers.admission(),
+        planner=makers.planner(),
         speed=speed,
         bursts="spread" if bursts == "spread" else "released",
         seed=seed,
@@ -100,6 +119,7 @@ def simulate(
         "cluster": machines.model_dump(mode="json"),
         "policy": {"name": policy_name, **policy_settings},
         "admission": {"name": admission_name, **admission_settings},
+        "roles": {"name": planned, **planner_settings},
         "speed": speed,
         "bursts": bursts,
         "seed": seed,

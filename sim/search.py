@@ -8,16 +8,16 @@ Node counts that the work alone rules out are not tried, and a run ends as soon 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.errors import ConfigError
 from moonpool.loadgen.trace import TraceRow
 from moonpool.scheduler.admission.policy import Admission
 from moonpool.scheduler.conductor import Conductor
-from moonpool.scheduler.planner import Planner
+from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.policy import Policy
-from moonpool.sim.cluster import SimCluster
+from moonpool.sim.cluster import SimCluster, TargetsS
 from moonpool.sim.costs import prefill_s
 from moonpool.sim.run import Bursts, Simulation
 
@@ -66,6 +66,13 @@ class Makers:
     policy: Callable[[], Policy]
     admission: Callable[[], Admission]
     planner: Callable[[], Planner | None] = lambda: None
+
+
+def planner_of(name: str, settings: Mapping[str, float], targets: TargetsS) -> Planner | None:
+    """``fixed``: none; ``auto``: one with ``settings``, for the cluster's targets."""
+    if name not in ("fixed", "auto"):
+        raise ConfigError(f"roles: {name!r} is neither fixed nor auto", param="roles")
+    return None if name == "fixed" else Planner(Settings.of({"ttft_s": targets.ttft_s, "tbt_s": targets.tbt_s, **settings}))
 
 
 class _Enough(Exception):
@@ -122,9 +129,10 @@ class Search:
 
     @property
     def least(self) -> tuple[int, int]:
-        """Node counts below which the work alone does not fit: every block that ever was seen taken as cached."""
+        """Node counts below which the work alone does not fit: every block that ever was seen taken as cached, and the
+        requests outside the share taken as the heaviest ones."""
         work_p, work_d = self._work()
-        return max(1, math.ceil(work_p * self._goal.share)), max(1, math.ceil(work_d * self._goal.share))
+        return max(1, math.ceil(work_p)), max(1, math.ceil(work_d))
 
     # -- the border ----------------------------------------------------------------------------------------------------
 
@@ -144,21 +152,31 @@ class Search:
         """Down the border from many decode nodes; ``least_d`` suffice with prefill nodes in plenty, fewer never do."""
         goal, best = self._goal, self._try(prefill, decode)
         while prefill <= goal.most and goal.cost(prefill, least_d) < goal.cost(best.prefill, best.decode):
-            low, high = least_d - 1, decode
-            affordable = math.ceil((goal.cost(best.prefill, best.decode) - goal.cost(prefill, 0)) / goal.decode_price) - 1
-            if best.prefill != prefill:
-                high = min(decode, affordable)
-                if high < least_d or not self._try(prefill, high).suffices:
-                    prefill += 1
-                    continue
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if self._try(prefill, middle).suffices else (middle, high)
-            found = self._try(prefill, high)
-            if goal.cost(prefill, high) < goal.cost(best.prefill, best.decode):
-                best = found
-            prefill, decode = prefill + 1, high
+            fewest = self._fewest(prefill, best, least_d, decode)
+            if fewest is not None:
+                decode = fewest
+                if goal.cost(prefill, fewest) < goal.cost(best.prefill, best.decode):
+                    best = self._try(prefill, fewest)
+            prefill += 1
         return self._found(best)
+
+    def _fewest(self, prefill: int, best: Tried, least_d: int, decode: int) -> int | None:
+        """The fewest decode nodes beside ``prefill``: None where not even those that would be cheaper than ``best`` do."""
+        goal = self._goal
+        if self._try(prefill, least_d).suffices:
+            return least_d
+        if prefill == best.prefill:
+            high = decode
+        else:
+            affordable = (goal.cost(best.prefill, best.decode) - goal.cost(prefill, 0)) / goal.decode_price
+            high = min(decode, math.ceil(affordable) - 1)
+            if high <= least_d or not self._try(prefill, high).suffices:
+                return None
+        low = least_d
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._try(prefill, middle).suffices else (middle, high)
+        return high
 
     def _found(self, best: Tried) -> Found:
         cost = self._goal.cost(best.prefill, best.decode)
@@ -199,19 +217,21 @@ class Search:
     def _work(self) -> tuple[float, float]:
         """Mean workers kept busy by prefills with an ideal cache, and by decode steps that just meet the target."""
         cost, decode, seen, block = self._cluster.prefill, self._cluster.decode, set[int](), self._cluster.model.block_tokens
-        compute = steps = 0.0
+        compute, steps = [], []
         for row in self._rows:
             match = 0
             while match < len(row.hash_ids) and row.hash_ids[match] in seen:
                 match += 1
             seen.update(row.hash_ids)
-            compute += prefill_s(cost, row.input_length, min(match * block, row.input_length - 1))
-            steps += row.output_length * (
-                decode.per_sequence_s + decode.per_token_s * (row.input_length + row.output_length / 2)
-            )
-        span = max((self._rows[-1].timestamp_ms - self._rows[0].timestamp_ms) / 1e3 / self._goal.speed, 1.0)
-        room = max(1.0 - decode.base_s / self._cluster.targets.tbt_s, 0.05)
-        return compute / span, steps / span / room
+            compute.append(prefill_s(cost, row.input_length, min(match * block, row.input_length - 1)))
+            mean_context = row.input_length + row.output_length / 2
+            steps.append(row.output_length * (decode.per_sequence_s + decode.per_token_s * mean_context))
+        counted = math.ceil(self._goal.share * len(self._rows))
+        targets, longest = self._cluster.targets, max(row.output_length for row in self._rows)
+        span = (self._rows[-1].timestamp_ms - self._rows[0].timestamp_ms) / 1e3 / self._goal.speed + targets.ttft_s
+        room = max(1.0 - decode.base_s / targets.tbt_s, 0.05)
+        prefill_work, decode_work = (sum(sorted(seconds)[:counted]) for seconds in (compute, steps))
+        return prefill_work / span, decode_work / (span + longest * targets.tbt_s) / room
 
 
 class _Misses:
