@@ -40,7 +40,8 @@ class Settings:
     decode_use: float = 0.85  # share of the TBT target that a step takes when a burst still fits
     trigger: float = 0.7  # pressure of the fuller pool from which switching is thought of
     gain: float = 0.12  # by which the best split's pressure must be smaller, relative
-    hold_s: float = 8.0  # for so long before the first switch of a move
+    hold_s: float = 8.0  # for so long before the first switch of a move, where targets are missed as it is
+    calm_s: float = 40.0  # where they are not: pressure up to 1
     settle_s: float = 10.0  # between two switches the same way
     dwell_s: float = 60.0  # before one the other way
     ahead_s: float = 30.0  # how far the forecast looks: a drain takes about that long
@@ -163,7 +164,8 @@ class Planner:
             self._wanted = None
             return replace(proposal, held_back=why)
         role = Role.PREFILL if best.prefill > present.prefill else Role.DECODE
-        if patient and (why := self._impatient(role, now)):
+        hold_s = self.settings.hold_s if present.pressure > 1.0 else self.settings.calm_s
+        if patient and (why := self._impatient(role, hold_s, now)):
             return replace(proposal, held_back=why)
         count = abs(best.prefill - present.prefill)
         return replace(proposal, switches=tuple(self._pick(loads, role, count)))
@@ -224,11 +226,11 @@ class Planner:
 
     # -- when, and who -------------------------------------------------------------------------------------------------
 
-    def _impatient(self, role: Role, now: float) -> str:
+    def _impatient(self, role: Role, hold_s: float, now: float) -> str:
         if self._wanted is None or self._wanted[0] is not role:
             self._wanted = (role, now)
-        if (since := now - self._wanted[1]) < self.settings.hold_s:
-            return f"wanted for {since:.0f} s; {self.settings.hold_s:.0f} s are needed"
+        if (since := now - self._wanted[1]) < hold_s:
+            return f"wanted for {since:.0f} s; {hold_s:.0f} s are needed"
         if self._last is not None:
             pause = self.settings.settle_s if self._last[0] is role else self.settings.dwell_s
             if (since := now - self._last[1]) < pause:

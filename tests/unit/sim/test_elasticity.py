@@ -14,8 +14,8 @@ from moonpool.sim.cluster import SimCluster, TargetsS
 from moonpool.sim.outcome import Outcome
 from moonpool.sim.run import simulate
 
-SETTLED_S = 60.0
-PLANNING = Settings(ttft_s=2.0, tbt_s=0.06, warm_s=5.0, hold_s=4.0)
+SETTLED_S = 70.0
+PLANNING = Settings(ttft_s=2.0, tbt_s=0.06, warm_s=5.0, hold_s=4.0, settle_s=5.0)
 
 
 def cluster(prefill: int, decode: int) -> SimCluster:
