@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 from moonpool.core.errors import ConfigError
 from moonpool.sim.outcome import Outcome
@@ -23,7 +23,7 @@ _COLOURS = ("#2563a8", "#d9822b", "#3a8f5c", "#b8383d", "#8e5ea2", "#6b7280", "#
 _LINES = ("-", "--", "-.", ":")
 _GREY = "#6b7280"
 _STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "font.size": 11.0}
-_LEAST_S = {"ttft": 0.05, "tbt": 0.005}  # the logarithmic axes begin here
+_LEAST_S = {"ttft": 0.05, "tbt": 0.01}  # the logarithmic axes begin here
 
 
 def draw_outcome(folder: Path, outcome: Outcome) -> list[Path]:
@@ -71,8 +71,11 @@ def _shares(axes: Any, outcomes: Mapping[str, Outcome], what: str) -> None:
     axes.set_xlim(left=_LEAST_S[what])
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    words = {"ttft": "time to first token", "tbt": "time between tokens, mean of a request's slowest tenth"}[what]
-    axes.set_title(f"Share of requests with at most so much {words}", fontsize=11)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    words = {"ttft": "Time to first token", "tbt": "Time between tokens, mean of a request's slowest tenth"}[what]
+    axes.set_title(words, fontsize=11)
+    axes.set_ylabel("share of requests with at most so much")
     axes.set_xlabel("seconds")
     axes.grid(alpha=0.25)
 
@@ -100,14 +103,13 @@ def _stages(figure: Any, outcome: Outcome) -> None:
     above.legend(frameon=False, ncols=2)
     counts: Sequence[tuple[str, list[int]]] = (
         ("waiting", [one.waiting for one in outcome.load]),
-        ("prefilling", [one.prefilling for one in outcome.load]),
         ("decoding", [one.decoding for one in outcome.load]),
     )
     for at, (name, numbers) in enumerate(counts):
         below.plot(times, numbers, label=name, **_line(at))
     below.set_title("Requests", fontsize=11)
     below.set_xlabel("seconds of the replay")
-    below.legend(frameon=False, ncols=3)
+    below.legend(frameon=False, ncols=2)
     for axes in (above, below):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)

@@ -15,7 +15,10 @@ from moonpool.core.errors import ConfigError
 from moonpool.sim.suite.settings import AnyRun, digest
 
 ROOMS = ("core", "scheduler", "kvstore", "prefill_worker", "decode_worker", "loadgen", "sim")
-JUDGING = ("report", "perform", "finished", "paper")  # of the suite: with rows/, these only read outcomes
+JUDGING = {  # by folder: with the rows, these only read outcomes
+    "suite": ("report", "perform", "finished", "paper"),
+    "sim": ("compare", "pictures", "report", "search"),
+}
 Figures = Mapping[str, float]
 
 
@@ -24,7 +27,7 @@ def code_version(package: Path) -> str:
     h = hashlib.blake2b(digest_size=8)
     for room in ROOMS:
         for path in sorted((package / room).rglob("*.py")):
-            if path.parent.name == "rows" or (path.parent.name == "suite" and path.stem in JUDGING):
+            if path.parent.name == "rows" or path.stem in JUDGING.get(path.parent.name, ()):
                 continue
             h.update(f"{path.relative_to(package)}\n".encode())
             h.update(path.read_bytes())
