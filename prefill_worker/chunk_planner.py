@@ -134,7 +134,7 @@ class ChunkPlanner:
         """No landing for ``key`` now: it gains seniority and the next job is taken."""
         entry = self._entry(key, Stage.ASKING)
         entry.stage = Stage.WAITING
-        entry.retry_at = now + min(FIRST_RETRY_S * 2**entry.skips, LAST_RETRY_S)
+        entry.retry_at = now + min(FIRST_RETRY_S * 2 ** min(entry.skips, MAX_SKIPS), LAST_RETRY_S)
         entry.skips += 1
         self._current = None
 

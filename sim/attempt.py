@@ -17,6 +17,7 @@ from moonpool.decode_worker.handoff_sink import HandoffSink
 from moonpool.decode_worker.sequence import Sequence
 from moonpool.prefill_worker.chunk_planner import JobKey
 from moonpool.prefill_worker.handoff_source import HandoffSource
+from moonpool.sim.clock import Timer
 from moonpool.sim.links import Flow
 from moonpool.sim.outcome import RequestOutcome
 from moonpool.sim.prefix import Prefix
@@ -55,6 +56,8 @@ class SimRequest:
     live: Try | None = None
     first_at: float | None = None
     begun: bool = False  # a prefill of it has begun
+    over: bool = False
+    deadline: Timer | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +70,7 @@ class Try:
     sequence: Sequence
     source: HandoffSource
     tokens: int  # prompt and ids already emitted
-    emitted_before: int
+    ends_at: int  # tokens: with its last id, or where its decode worker has no more room
     sink: HandoffSink | None = None
     landing: Landing | None = None
     prefix: Prefix | None = None
@@ -90,7 +93,7 @@ class Try:
     @property
     def left(self) -> int:
         """Ids still to come."""
-        return self.tokens + self.request.wanted - self.emitted_before - len(self.sequence.tokens)
+        return self.ends_at - len(self.sequence.tokens)
 
 
 def new_try(request: SimRequest, placement: Placement, hasher: NoHasher, limit: int) -> Try:
@@ -116,5 +119,5 @@ def new_try(request: SimRequest, placement: Placement, hasher: NoHasher, limit: 
         Sequence(attempt, hasher, limit, remote),
         HandoffSource(request.id, number, 1),
         request.prompt_tokens + request.emitted,
-        request.emitted,
+        min(request.prompt_tokens + request.wanted, limit),
     )

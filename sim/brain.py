@@ -39,6 +39,9 @@ class Brain:
         self._do(self.conductor.finished(done, self._clock.now))
         self._plan()
 
+    def withdraw(self, request: str) -> None:
+        self.conductor.withdraw(request, self._clock.now)
+
     def prefilled(self, request: str) -> Refusal | None:
         return self.conductor.prefilled(request, self._clock.now)
 

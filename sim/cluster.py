@@ -33,7 +33,7 @@ class Group(_Values):
     count: int = Field(ge=1)
     pool_tokens: int = Field(ge=0, description="KV that the DRAM of one node's store holds")
     ssd_tokens: int = Field(0, ge=0, description="KV that its SSD tier holds; 0: no SSD tier")
-    device_tokens: int = Field(ge=1, description="KV that the worker's device pages hold")
+    device_tokens: int = Field(ge=1_024, description="KV that the worker's device pages hold")
 
 
 class SimModel(_Values):
@@ -41,7 +41,7 @@ class SimModel(_Values):
     layers: int = Field(ge=1)
     kv_bytes_per_token: int = Field(ge=4, multiple_of=4)
     block_tokens: int = Field(512, ge=16, le=512)
-    max_context: int = Field(131_072, ge=1)
+    max_context: int = Field(262_144, ge=1)
 
     def layout(self, layers: int) -> KVLayout:
         """Blocks of the right size in ``layers`` slices: a store of the simulator needs one, whoever plans the real number."""
@@ -141,7 +141,7 @@ class SimCluster(_Values):
     promised_output: int = Field(2_048, ge=1, description="max_tokens of every request: all the conductor knows beforehand")
     queue_limit: int = Field(65_536, ge=1, description="jobs in a worker's queue")
     max_attempts: int = Field(3, ge=1)
-    budget_s: float = Field(3_600.0, gt=0, description="after so long nothing of a request stays booked")
+    budget_s: float = Field(3_600.0, gt=0, description="all attempts of a request together; then it has failed")
     detect_s: float = Field(1.0, ge=0, description="from a failure until the cluster knows")
     switch_s: float = Field(5.0, ge=0, description="from drained until back in the other role")
     noise: float = Field(0.0, ge=0, lt=1, description="how far computing strays from its cost: sigma of a log-normal factor")

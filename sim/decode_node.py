@@ -76,6 +76,11 @@ class DecodeNode:
     def _store(self) -> StoreNode:
         return self._site.stores[self.member.node]
 
+    @property
+    def token_limit(self) -> int:
+        """Tokens at which a sequence ends whatever it asked for."""
+        return min(self._site.cluster.model.max_context, self.pages.total * self._size)
+
     # -- attempts ------------------------------------------------------------------------------------------------------
 
     def begin(self, attempt: Try) -> None:
@@ -189,12 +194,14 @@ class DecodeNode:
         self._perform(attempt, attempt.sink.landed(told))
 
     def drained(self, attempt: Try, drained: Drained) -> None:
-        if self._lands and self._store.alive:
-            writer = Life(attempt.placement.prefill.id, attempt.placement.prefill.incarnation)
-            self._store.pool.landings.drained(drained.landing, writer, self._site.clock.now)
-            self._store.flush()
         if attempt.sink is not None:
             self._perform(attempt, attempt.sink.drained(drained))
+
+    def written(self, attempt: Try) -> None:
+        """The writer's word to the store node that it writes no more."""
+        prefill = attempt.placement.prefill
+        if attempt.landing is not None and self._lands:
+            self._store.written(attempt.landing, Life(prefill.id, prefill.incarnation))
 
     def prefill_failed(self, attempt: Try, failure: Failure) -> None:
         if attempt.sink is not None:
@@ -224,10 +231,9 @@ class DecodeNode:
                     self.batcher.join(attempt.sequence, attempt.tokens)
                     since = attempt.first_at if attempt.first_at is not None else self._site.clock.now
                     self._fresh.append((attempt, since))
-                case EndLanding(landing):
-                    if self._lands and self._store.alive:
-                        self._store.pool.landings.end(landing, self._site.clock.now)
-                        self._store.flush()
+                case EndLanding():
+                    if self._lands and attempt.landing is not None:
+                        self._store.read(attempt.landing)
                 case CancelPrefill():
                     prefiller = self._site.prefillers.get(attempt.placement.prefill.id)
                     if prefiller is not None and prefiller.alive:
@@ -413,8 +419,8 @@ class DecodeNode:
             self._run_from = None
         for job in lost:
             job.over, job.sink = True, None
-            if self._lands and self._store.alive and job.landing is not None:
-                self._store.pool.landings.end(job.landing.id, self._site.clock.now)
+            if self._lands and job.landing is not None:
+                self._store.read(job.landing)
             if job.prefix is not None and not job.sequence.remote:
                 job.prefix.close()
         self.jobs.clear()

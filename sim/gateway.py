@@ -39,9 +39,12 @@ class Gateway:
     def arrive(self, request: SimRequest) -> None:
         self.open += 1
         self.unbegun += 1
+        request.deadline = self._clock.after(self._cluster.budget_s, lambda: self._late(request))
         self._place(request)
 
     def _place(self, request: SimRequest, tries: int = 0) -> None:
+        if request.over:
+            return
         request.attempts += 1
         request.outcome.attempts = request.attempts
         asked = PlaceRequest(
@@ -77,12 +80,12 @@ class Gateway:
             self._refuse(request, answer)
 
     def _begin(self, request: SimRequest, placement: Placement) -> None:
-        limit = self._cluster.model.max_context
+        decoder = self.decoders.get(placement.decode.id)
+        limit = self._cluster.model.max_context if decoder is None else decoder.token_limit
         attempt = request.live = new_try(request, placement, self._hasher, limit)
         outcome = request.outcome
         outcome.prefill, outcome.decode = placement.prefill.id, placement.decode.id
         outcome.predicted_ttft_s, outcome.predicted_tbt_s = placement.predicted_ttft_ms / 1e3, placement.predicted_tbt_ms / 1e3
-        decoder = self.decoders.get(placement.decode.id)
         peer = placement.decode.id
         if decoder is None or not decoder.alive or decoder.member.incarnation != placement.decode.incarnation:
             self.failed(attempt, Failure(Reason.PEER_SILENT, f"{peer} is gone", peer))
@@ -145,13 +148,29 @@ class Gateway:
 
     def _refuse(self, request: SimRequest, refusal: Refusal) -> None:
         outcome = request.outcome
-        if request.first_at is None and outcome.failed is None and request.attempts > 1:
-            outcome.failed = refusal.reason.value
         outcome.refused, outcome.refused_at = refusal.reason.value, self._clock.now
+        self._over(request)
+
+    def _late(self, request: SimRequest) -> None:
+        """Its budget is used up."""
+        self._counters["deadlines_passed"] += 1
+        self.waiting.pop(request.id, None)
+        self.brain.withdraw(request.id)
+        attempt, request.live = request.live, None
+        if attempt is not None:
+            request.outcome.wasted_s += attempt.prefill_s
+            decoder = self.decoders.get(attempt.placement.decode.id)
+            if decoder is not None:
+                decoder.cancel(attempt)
+            self.brain.finished(self._told(attempt, Reason.DEADLINE.value, 0))
+        request.outcome.failed = Reason.DEADLINE.value
         self._over(request)
 
     def _over(self, request: SimRequest) -> None:
         request.live = None
+        request.over = True
+        if request.deadline is not None:
+            request.deadline.cancel()
         self.open -= 1
         self.ended += 1
         if not request.begun:

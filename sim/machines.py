@@ -70,7 +70,7 @@ class Machines:
             0,
             layout=model.layout(model.layers),
             max_context=model.max_context,
-            max_prompt=group.device_tokens,
+            max_prompt=group.device_tokens // model.block_tokens * model.block_tokens - 1,
         )
         if role is Role.PREFILL:
             self.prefills[member.id] = self._site.prefillers[member.id] = PrefillNode(self._site, member, group)

@@ -222,7 +222,7 @@ class PrefillNode:
         if refusal is not None:
             self._site.front.refused(attempt, refusal)
         else:
-            ends = attempt.request.wanted <= attempt.emitted_before + 1
+            ends = attempt.tokens + 1 >= attempt.ends_at
             first = FirstToken(Sampled(TOKEN), min(loaded, attempt.request.prompt_tokens), ends, timing)
             self._perform(attempt, attempt.source.sampled(first))
         before = self._computing
@@ -298,6 +298,7 @@ class PrefillNode:
 
     def _drained(self, attempt: Try) -> None:
         assert attempt.landing is not None
+        self._site.decoders[attempt.placement.decode.id].written(attempt)
         self._perform(attempt, attempt.source.drained(Drained(attempt.landing.id, int(self._handed(attempt)), "simulated")))
 
     def _stop(self, attempt: Try) -> None:

@@ -99,8 +99,20 @@ class StoreNode:
         self.flush()
         return landing
 
+    def written(self, landing: Landing, writer: Life) -> None:
+        """``writer`` writes no more into ``landing``; a no-op for one of an earlier life of this store."""
+        if self.alive and landing.incarnation == self.member.incarnation:
+            self.pool.landings.drained(landing.id, writer, self.now)
+            self.flush()
+
+    def read(self, landing: Landing) -> None:
+        """The reader is through with ``landing``."""
+        if self.alive and landing.incarnation == self.member.incarnation:
+            self.pool.landings.end(landing.id, self.now)
+            self.flush()
+
     def landed(self, landing: Landing) -> None:
-        claim = self.pool.landings.get(landing.id)
+        claim = self.pool.landings.get(landing.id) if landing.incarnation == self.member.incarnation else None
         if claim is not None and not claim.fenced:
             for slot in list(claim.targets):
                 if claim.targets[slot].left:
