@@ -223,3 +223,13 @@ def test_what_a_decode_worker_holds_while_prompts_wait_elsewhere_is_no_load_of_i
     proposal = house.propose()
     assert all(load.batch == 1 for load in proposal.loads if load.role is Role.DECODE and not load.moving)
     assert {switch.role for _, switch in house.switched} == {Role.PREFILL}
+
+
+def test_the_last_word_on_a_prompt_is_asked_after_workers_have_left_the_board() -> None:
+    cluster = split(3, 1, taught=True)
+    for name in ("prefill-0", "prefill-1"):
+        cluster.report(name, [LiveAttempt(f"of {name}", 1, 4_000, 4_000)])
+    assert cluster.placed("r", tbt_ms=1_000.0).prefill.id == "prefill-2"
+    for name in ("prefill-1", "prefill-2"):
+        cluster.change(name, ready=False)
+    assert cluster.conductor.prefilled("r", cluster.now) is None
