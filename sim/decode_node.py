@@ -149,8 +149,10 @@ class DecodeNode:
         return self._site.cluster.keep != "prefill"
 
     def grant(self, attempt: Try) -> Landing:
-        """Busy: the pool has no room now. PeerSilent: it is gone."""
+        """Busy: the pool has no room now. PeerSilent: the pool is gone, or this worker."""
         placement, request = attempt.placement, attempt.request
+        if attempt.over:
+            raise PeerSilent(f"{placement.decode.id} has died", peer=placement.decode.id)
         if not self._lands:
             self._landings += 1
             slot = LandingSlot(0, SlotRef(0, 0, b""), min(attempt.tokens, self._size))
