@@ -30,7 +30,7 @@ from moonpool.scheduler.estimates import Overhead
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
-from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
+from moonpool.scheduler.policy import OVERTAKEN, Asked, Choice, Policy, Waiting
 from moonpool.scheduler.prefill_queue import Rule
 from moonpool.scheduler.view import View
 from moonpool.scheduler.waiting import WaitingQueue
@@ -146,6 +146,8 @@ class Conductor:
         rows = (board.split | board.both) & (board.busy_until > looked_at)
         if len(self._queue) and rows.any():
             times.append(float(board.busy_until[rows].min()) - self.policy.lookahead_s)
+        if len(self._queue) and (due := self._queue.next_due(self._bound_at)) is not None:
+            times.append(due)
         return min(times, default=None)
 
     def rebalance(self, now: float, *, patient: bool = True) -> Proposal | None:
@@ -344,11 +346,24 @@ class Conductor:
             record.outcome = self._refused(refusal)
             return refusal
         work = np.where(asked.usable.prefills, asked.scores.work, np.inf)
-        waiting = Waiting(asked.request, asked.now, self._asked, float(work.min()))
+        alone, target_ms = predict(asked, choice, 0.0), asked.request.targets.ttft_ms
+        waiting = Waiting(
+            asked.request,
+            asked.now,
+            self._asked,
+            float(work.min()),
+            alone.ttft.likely,
+            target_ms / 1e3 if target_ms is not None and alone.ttft.sure else None,
+        )
         key = self.policy.key(waiting)
         busy = np.maximum(asked.board.busy_until - asked.now, 0.0)
-        wait_s = max(float(busy[choice.prefill]), self._queue.wait_s(waiting, key, busy[asked.usable.prefills]))
-        option = predict(asked, choice, wait_s)
+        outlook = self._queue.outlook(waiting, key, busy[asked.usable.prefills], asked.now)
+        if outlook.pressed > OVERTAKEN:  # it may still go behind those that it would press
+            last = self._queue.outlook(waiting, float("inf"), busy[asked.usable.prefills], asked.now)
+            if last.pressed < outlook.pressed:
+                key, outlook = float("inf"), last
+        option = predict(asked, choice, max(float(busy[choice.prefill]), outlook.wait_s))
+        asked.delayed = outlook.delayed
         self._note(asked, record, option)
         if (refused := self.admission.admit(asked, option)) is not None:
             record.outcome = self._refused(refused)
@@ -375,7 +390,7 @@ class Conductor:
         if isinstance(asked, Refusal):
             self._open(waiting).outcome = self._refused(asked)
             return asked
-        if now - waiting.arrived >= self.policy.wait_cap_s:
+        if self._queue.is_pressing(waiting, now):
             asked.usable = _only(asked.usable, asked.board.busy_until <= now + self.policy.lookahead_s)
         choice = self.policy.choose(asked) if asked.usable.prefills.any() else None
         if choice is None or not self._free(asked, choice.prefill):

@@ -17,6 +17,9 @@ from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, 
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.prefix_index import PrefixIndex
 
+SPARE = 0.2  # of a target, kept for what predictions are off by
+OVERTAKEN = 0.5  # of a target: whose predicted time to first token is beyond that is not passed over for a shorter prompt
+
 
 @dataclass(slots=True)
 class Asked:
@@ -36,9 +39,15 @@ class Asked:
     pool: PrefixIndex | None = field(default=None, repr=False)  # what nodes hold, by tier; to be read only
     waiting: int = 0  # requests let in and not bound to workers yet, which no row of the board counts
     waiting_tokens: int = 0  # of their prompts
+    delayed: tuple[tuple[Waiting, float], ...] = ()  # who waits and would be delayed by this one: TTFT in seconds then
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
     _decode: DecodeScores | None = field(default=None, repr=False)
+
+    @property
+    def pressed(self) -> float:
+        """Among those delayed the worst predicted time to first token over its target; 0: nobody is delayed."""
+        return max((ttft_s / one.target_s for one, ttft_s in self.delayed if one.target_s), default=0.0)
 
     @property
     def local(self) -> PrefillScores:
@@ -110,6 +119,15 @@ class Waiting:
     arrived: float
     order: int
     work_s: float
+    alone_s: float = 0.0  # predicted from its begin to its first token at the gateway
+    target_s: float | None = None  # for the first token, from its arrival
+
+    @property
+    def latest(self) -> float:
+        """When it must be begun at the latest to meet its target, with ``SPARE`` of it in hand."""
+        if self.target_s is None:
+            return float("inf")
+        return self.arrived + (1.0 - SPARE) * self.target_s - self.alone_s
 
 
 class Policy(Protocol):

@@ -7,7 +7,7 @@ tenants that had more than their fair share. What nothing sure can be said of is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.core.errors import Reason
 from moonpool.core.membership import LiveAttempt
@@ -100,10 +100,11 @@ class MoonpoolAdmission:
         kept = 1.0
         for judged in (ttft, tbt):
             kept *= 1.0 if judged is None else 1.0 - judged.chance
-        kept *= 1.0 - self.ttft_curve.chance(asked.pressed) if asked.pressed else 1.0
+        kept *= 1.0 - self.ttft_curve.chance(asked.pressed) if asked.pressed else 1.0  # others would miss theirs
         if 1.0 - kept > self._chance:
             return self._refuse(asked, option, ttft, tbt, withheld)
         self._accept(asked, option, ttft, tbt)
+        self._delay(asked)
         return None
 
     def recheck(self, asked: Asked, option: Option) -> Refusal | None:
@@ -181,6 +182,14 @@ class MoonpoolAdmission:
         self._accepted[key] = _Accepted(request.tenant, ttft, tbt, request.turn, tokens, token_s * answer, token_s)
         if len(self._accepted) > REMEMBERED:
             del self._accepted[next(iter(self._accepted))]
+
+    def _delay(self, asked: Asked) -> None:
+        """What is predicted now of those whom the newest delays is what the curves are to be judged by."""
+        for one, ttft_s in asked.delayed:
+            known = self._accepted.get((one.request.request, one.request.attempt))
+            if known is not None and known.ttft is not None:
+                judged = replace(known.ttft, full_s=ttft_s, ratio=ttft_s / known.ttft.target_s)
+                self._accepted[one.request.request, one.request.attempt] = replace(known, ttft=judged)
 
     def finished(self, done: Finished, now: float) -> None:
         """What an answer really took is put right in the ledger; its latencies teach the curves."""

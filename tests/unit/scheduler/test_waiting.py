@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from moonpool.core.placement import PlaceRequest
-from moonpool.scheduler.policy import Waiting
+from moonpool.scheduler.policy import SPARE, Waiting
 from moonpool.scheduler.waiting import WaitingQueue
 
 CAP_S = 10.0
@@ -94,15 +94,71 @@ def test_the_forecast_of_a_wait_is_what_serving_in_order_takes(works: list[float
     for work in sorted(works):
         if work <= mine:
             free[free.index(min(free))] += work
-    assert queue.wait_s(waiting("mine", len(works)), mine, np.array(busy)) == pytest.approx(min(free))
+    outlook = queue.outlook(waiting("mine", len(works)), mine, np.array(busy), 0.0)
+    assert outlook.wait_s == pytest.approx(min(free))
+    assert not outlook.delayed
 
 
 def test_a_more_urgent_class_waits_for_its_own_only() -> None:
     queue = WaitingQueue(10)
     queue.add(waiting("long", 1, work_s=9.0), 9.0)
-    assert queue.wait_s(waiting("urgent", 2, priority=1), 50.0, np.zeros(1)) == 0.0
-    assert queue.wait_s(waiting("other", 3), 50.0, np.zeros(1)) == 9.0
+    assert queue.outlook(waiting("urgent", 2, priority=1), 50.0, np.zeros(1), 0.0).wait_s == 0.0
+    assert queue.outlook(waiting("other", 3), 50.0, np.zeros(1), 0.0).wait_s == 9.0
 
 
 def test_nobody_to_wait_for_is_no_wait() -> None:
-    assert WaitingQueue(1).wait_s(waiting("a", 1), 0.0, np.zeros(0)) == 0.0
+    assert WaitingQueue(1).outlook(waiting("a", 1), 0.0, np.zeros(0), 0.0).wait_s == 0.0
+
+
+def promised(name: str, order: int, *, arrived: float = 0.0, work_s: float = 1.0, target_s: float = 10.0) -> Waiting:
+    return Waiting(PlaceRequest(name, 1, (), 10, 10), arrived, order, work_s, work_s, target_s)
+
+
+def test_who_would_miss_its_target_goes_before_shorter_prompts_in_time() -> None:
+    queue = WaitingQueue(10)
+    queue.add(promised("long", 1, work_s=4.0), 4.0)
+    queue.add(waiting("short", 2, work_s=0.5), 0.5)
+    due = (1.0 - SPARE) * 10.0 - 4.0
+    assert [w.request.request for i in range(2) if (w := queue.nth(i, due - 1.0))] == ["short", "long"]
+    assert [w.request.request for i in range(2) if (w := queue.nth(i, due - 0.4))] == ["long", "short"]
+    assert queue.next_due(0.0) == pytest.approx(due)
+    assert not queue.is_pressing(promised("long", 1), due - 0.1)
+    assert queue.is_pressing(promised("long", 1), due)
+
+
+def test_a_shorter_prompt_hears_whom_it_would_delay_and_that_it_would_not_at_the_end() -> None:
+    queue = WaitingQueue(10)
+    for i in range(3):
+        queue.add(promised(f"long-{i}", i, work_s=3.0, target_s=10.0), 3.0 + i)
+    first = queue.outlook(promised("short", 9, work_s=1.0), 1.0, np.zeros(1), 0.0)
+    assert first.wait_s == 0.0
+    assert [(one.request.request, ttft) for one, ttft in first.delayed] == [
+        ("long-0", pytest.approx(4.0)),
+        ("long-1", pytest.approx(7.0)),
+        ("long-2", pytest.approx(10.0)),
+    ]
+    assert first.pressed == pytest.approx(1.0)
+    last = queue.outlook(promised("short", 9, work_s=1.0, target_s=20.0), float("inf"), np.zeros(1), 0.0)
+    assert (last.wait_s, last.delayed, last.pressed) == (pytest.approx(9.0), (), 0.0)
+
+
+def test_who_misses_its_target_anyway_keeps_nobody_out() -> None:
+    queue = WaitingQueue(10)
+    queue.add(promised("hopeless", 1, work_s=5.0, target_s=2.0), 5.0)
+    assert not queue.outlook(promised("short", 2, work_s=0.1), 0.1, np.full(1, 3.0), 0.0).delayed
+
+
+@given(
+    jobs=st.lists(st.tuples(st.floats(0.1, 4.0), st.none() | st.floats(1.0, 30.0)), min_size=1, max_size=12),
+    busy=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=3),
+)
+def test_a_forecast_with_targets_begins_everybody_once_and_no_two_at_a_time(
+    jobs: list[tuple[float, float | None]], busy: list[float]
+) -> None:
+    queue = WaitingQueue(100)
+    for i, (work, target) in enumerate(jobs[1:], 1):
+        queue.add(Waiting(PlaceRequest(f"r{i}", 1, (), 10, 10), 0.0, i, work, work, target), work)
+    mine = Waiting(PlaceRequest("mine", 1, (), 10, 10), 0.0, 0, jobs[0][0], jobs[0][0], 5.0)
+    outlook = queue.outlook(mine, jobs[0][0], np.array(busy), 0.0)
+    assert min(busy) <= outlook.wait_s <= max(busy) + sum(work for work, _ in jobs)
+    assert all(ttft >= one.alone_s for one, ttft in outlook.delayed)
