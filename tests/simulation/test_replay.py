@@ -141,3 +141,21 @@ def test_progress_counts_to_the_end() -> None:
     told: list[tuple[int, int]] = []
     simulate(ROWS[:20], small_cluster(), on_progress=lambda *at: told.append(at))
     assert told == [(n, 20) for n in range(1, 21)]
+
+
+def test_a_known_replay_comes_to_known_figures() -> None:
+    """With turns taken, no estimate has a say: what changes here is a queue, a pool, a batcher, a hand-off or a formula."""
+    rows, cluster = conversations(120, seed=5), small_cluster(noise=0.05)
+    outcome = simulate(rows, cluster, policy=make_policy("round_robin"), admission=make_admission("none"), seed=2)
+    known = {
+        "served": 120.0,
+        "hit_share": 0.415556307,
+        "prefill_s": 88.409315536,
+        "waited_mean_s": 0.992907615,
+        "ttft_mean_s": 1.729651911,
+        "ttft_p99_s": 6.530931685,
+        "tbt_mean_s": 0.030478626,
+        "decode_steps": 3862.0,
+        "seconds": 66.885688999,
+    }
+    assert {name: value for name, value in outcome.figures().items() if name in known} == pytest.approx(known, rel=1e-6)
