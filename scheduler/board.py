@@ -15,6 +15,8 @@ from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import LiveAttempt, Member, WorkerReport
 from moonpool.core.placement import WorkerRef
 from moonpool.scheduler.bookings import Coming
+from moonpool.scheduler.decode_courses import DecodeCourses
+from moonpool.scheduler.decode_forecast import Ahead, DecodeForecast
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
 from moonpool.scheduler.prefill_queue import PrefillQueues, Waiting
 
@@ -85,9 +87,16 @@ class Usable:
 class Board:
     """Arrays of ``rows`` workers. Read-only for policies."""
 
-    def __init__(self, workers: list[Worker], stores: dict[NodeId, Member], queues: PrefillQueues | None = None) -> None:
-        """``queues``: of prefill workers that do not compute in order of arrival."""
-        self._queues = queues
+    def __init__(
+        self,
+        workers: list[Worker],
+        stores: dict[NodeId, Member],
+        queues: PrefillQueues | None = None,
+        courses: DecodeCourses | None = None,
+    ) -> None:
+        """``queues``: of prefill workers that do not compute in order of arrival. ``courses``: what is expected of decode
+        workers; without, they are taken to be idle."""
+        self._queues, self._courses = queues, courses
         self.workers = sorted(workers, key=lambda w: w.member.id)
         self.row: dict[MemberId, int] = {w.member.id: i for i, w in enumerate(self.workers)}
         self.names = tuple(w.member.id for w in self.workers)
@@ -130,6 +139,12 @@ class Board:
         if self._queues is not None:
             return float(self._queues.waits(self.names, work_s, now)[row])
         return max(float(self.busy_until[row]) - now, 0.0)
+
+    def ahead(self, at: float, window_s: float, tokens: int) -> Ahead:
+        """Per row, decode workers only: what a prompt of ``tokens`` meets that joins at ``at``, during ``window_s``."""
+        if self._courses is None:
+            return DecodeForecast().ahead(self.names, at, window_s, tokens)
+        return self._courses.ahead(self.names, at, window_s, tokens)
 
     def write(self, worker: Worker, coming: Coming) -> None:
         """Bring the row of ``worker`` up to date."""

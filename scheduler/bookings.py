@@ -40,6 +40,8 @@ class Booking:
     placed_at: float
     prefilled_at: float  # predicted
     keys: tuple[bytes, ...] = ()  # of the prompt's blocks
+    kind: int = 0  # class of its answer's length (``output_length``)
+    most: int = 0  # tokens its answer can have; 0: not known
     at_prefill: End = End.COMING
     at_decode: End = End.COMING
     missing_since: float | None = None  # at the decode worker, after having been seen
@@ -102,6 +104,10 @@ class Ledger:
                 total.sequences += 1
                 total.context_tokens += booking.prompt_tokens
         return total
+
+    def decoding(self, worker: MemberId) -> list[Booking]:
+        """The bookings that end at ``worker``."""
+        return [booking for booking in self._by_worker.get(worker, {}).values() if booking.decode == worker]
 
     def waiting(self, worker: MemberId) -> list[Waiting]:
         """The prefills booked on ``worker`` and not in its reports yet."""

@@ -120,6 +120,7 @@ class Conductor:
         for decision in decisions:
             if decision.request.attempt == done.attempt and decision.actual is None:
                 decision.actual = done
+                self._view.courses.learn(decision.request, done)
                 self._learn(decision, done, first=decision is decisions[0])
         self._bind(now)
         return self.take_actions()
@@ -307,6 +308,8 @@ class Conductor:
                 now,
                 now + option.ttft.likely,
                 request.keys,
+                self._view.courses.kind(request),
+                request.max_tokens,
             )
         )
         self.links.end(request.request)

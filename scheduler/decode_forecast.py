@@ -7,6 +7,7 @@ pace and the pace the batch: two rounds from a constant pace are within a few pe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -41,13 +42,15 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """[SLOTS] of one worker, ``SLOT_S`` apart, from ``begins`` on. ``deviation``: standard deviation of ``step_s``."""
+    """[SLOTS] of one worker, ``SLOT_S`` apart, from ``begins`` on. ``deviation_s``: standard deviation of ``step_s``;
+    ``steps``: made by then."""
 
     begins: float
     batch: Floats
     context: Floats
     step_s: Floats
     deviation_s: Floats
+    steps: Floats
 
 
 def course(sequences: Sequence[Expected], lengths: OutputLengths, fit: Sequence[float], now: float) -> Course:
@@ -67,7 +70,23 @@ def course(sequences: Sequence[Expected], lengths: OutputLengths, fit: Sequence[
         step_s = np.maximum(a + b * batch + c * tokens, MIN_STEP_S)
         steps = np.concatenate([[0.0], np.cumsum(SLOT_S / step_s)[:-1]])
     variance = (alive * (1.0 - alive) * (b + c * size) ** 2).sum(axis=0)
-    return Course(now, batch, tokens, step_s, np.sqrt(variance))
+    return Course(now, batch, tokens, step_s, np.sqrt(variance), steps)
+
+
+def joined(made: Course, sequence: Expected, lengths: OutputLengths, fit: Sequence[float]) -> Course:
+    """``made`` with one more sequence, which slows the others' steps but not, as in ``course``, their progress."""
+    a, b, c = fit
+    first = min(math.ceil((sequence.at - made.begins) / SLOT_S), SLOTS - 1) if sequence.at > made.begins else 0
+    grown = made.steps[first:] - made.steps[first]
+    alive = lengths.curve(sequence.kind).beyond(sequence.produced + grown, float(sequence.produced))
+    alive[grown >= sequence.most] = 0.0
+    size = sequence.context + grown
+    batch, tokens, step_s, deviation = (values.copy() for values in (made.batch, made.context, made.step_s, made.deviation_s))
+    batch[first:] += alive
+    tokens[first:] += alive * size
+    step_s[first:] = np.maximum(a + b * batch[first:] + c * tokens[first:], MIN_STEP_S)
+    deviation[first:] = np.sqrt(deviation[first:] ** 2 + alive * (1.0 - alive) * (b + c * size) ** 2)
+    return Course(made.begins, batch, tokens, step_s, deviation, made.steps)
 
 
 class _Curves:

@@ -134,6 +134,10 @@ class OutputLengths:
         row = self.kind(tenant, turn, prompt_tokens)
         return Survival(self.cumulative[row].copy(), self.rates[row].copy())
 
+    def curve(self, kind: int) -> Survival:
+        """Of the table's row ``kind``; good until the next answer is added."""
+        return Survival(self.cumulative[kind], self.rates[kind])
+
     def _leaf(self, tenant: str, turn: int, prompt_tokens: int) -> _Class:
         at = _bucket(max(turn, 1), TURNS), _bucket(prompt_tokens, PROMPTS)
         leaf = self._tenants.get((tenant, *at))

@@ -11,6 +11,7 @@ from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
 from moonpool.scheduler.bookings import Booking, End, Ledger
 from moonpool.scheduler.costs import Soon, shared_blocks
+from moonpool.scheduler.decode_courses import DecodeCourses
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
 from moonpool.scheduler.prefill_queue import PrefillQueues, Rule, Waiting
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
@@ -34,6 +35,7 @@ class View:
         self._queues = PrefillQueues(rule) if rule is not None and rule.shortest else None
         self._of_role = {role: (PrefillEstimate(), StepEstimate()) for role in WORKER_ROLES}
         self._spread: dict[Role, tuple[Fit, Fit]] = {}  # of a role, as the board's workers without one of their own have it
+        self.courses = DecodeCourses(self._ledger.decoding, self._step_of)
         self._board: Board | None = None  # None: membership changed since
 
     @property
@@ -42,7 +44,7 @@ class View:
         if self._board is None:
             ready = [worker for worker in self.workers.values() if worker.member.ready]
             stores = {node: store for node, store in self.stores.items() if store.ready}
-            self._board = Board(ready, stores, self._queues)
+            self._board = Board(ready, stores, self._queues, self.courses)
             self._write_bits(self._board)
             for worker in ready:
                 self._board.write(worker, self._ledger.coming(worker.member.id))
@@ -86,6 +88,7 @@ class View:
         if self._queues is not None:
             self._queues.forget(member.id)
         self.devices.drop(member.id)
+        self.courses.forget(member.id)
         self._ledger.lose(member.id)
         if live:
             self.workers[member.id] = Worker(member)
@@ -113,6 +116,8 @@ class View:
         worker.busy_until = now + reported_s + self._ledger.coming(report.worker).prefill_s
         if self._queues is not None:
             self._queue(worker, waiting, fit, now)
+        if worker.member.role is not Role.PREFILL:
+            self.courses.reported(report.worker, report.attempts, now)
         self._write(report.worker)
 
     def _queue(self, worker: Worker, jobs: list[tuple[LiveAttempt, int]], fit: Fit, now: float) -> None:
@@ -168,6 +173,7 @@ class View:
         prefill.last_chosen = decode.last_chosen = booking.number
         prefill.busy_until = max(prefill.busy_until, booking.placed_at) + booking.prefill_s
         self._ledger.add(booking)
+        self.courses.booked(booking)
         self._write(booking.prefill, booking.decode)
 
     def booking(self, request: str) -> Booking | None:
@@ -251,6 +257,9 @@ class View:
             worker.prefill.fit if worker.prefill.fit.sure else prefill.fit,
             worker.step.fit if worker.step.fit.sure else step.fit,
         )
+
+    def _step_of(self, name: MemberId) -> tuple[float, ...]:
+        return self._fits(self.workers[name])[1].coefficients
 
     def numbers(self) -> dict[str, float]:
         coming = [self._ledger.coming(name) for name in self.workers]

@@ -19,7 +19,7 @@ from moonpool.scheduler.actions import Action, Prefetch, Replicate
 from moonpool.scheduler.board import Floats
 from moonpool.scheduler.choice import decoder_for
 from moonpool.scheduler.colocate import Limits, colocated
-from moonpool.scheduler.costs import TIE_S, work_seconds
+from moonpool.scheduler.costs import TIE_S, least, work_seconds
 from moonpool.scheduler.fetching import fetching
 from moonpool.scheduler.policy import Asked, Choice, Waiting
 
@@ -39,6 +39,7 @@ class Moonpool:
     move: float = 1.0  # 0: what is fetched is a copy
     colocate: float = 0.0  # prompt tokens, at most, that a decode worker computes itself where that is sooner; 0: none
     chunk: float = 512.0  # of them in one of its steps
+    decode_window_s: float = 15.0  # in which a decode worker's steps count, from the first token on; 0: its step of now
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
 
     def choose(self, asked: Asked) -> Choice | None:
@@ -47,7 +48,7 @@ class Moonpool:
         ttft = alone.copy() if plan is None else np.minimum(alone, plan.ttft)
         _wait_for_others(asked, ttft)
         row = self._soonest(asked, ttft)
-        decode = None if row is None else decoder_for(asked, row)
+        decode = None if row is None else self._decoder(asked, row, float(ttft[row]))
         if row is None or decode is None:
             return None
         own = colocated(asked, Limits(int(self.chunk), int(self.colocate))) if self.colocate else None
@@ -72,6 +73,13 @@ class Moonpool:
             return int(tied[0])
         own = asked.local.covered[0]
         return int(tied[np.lexsort((tied, board.last_chosen[tied], board.load[tied], -own[tied], busy[tied]))[0]])
+
+    def _decoder(self, asked: Asked, row: int, ttft: float) -> int | None:
+        """The decode worker whose longest expected step, while the answer begins, is the shortest."""
+        if self.decode_window_s <= 0.0 or asked.board.both[row]:
+            return decoder_for(asked, row)
+        ahead = asked.board.ahead(asked.now + ttft, self.decode_window_s, asked.prompt.tokens)
+        return least(ahead.step_s, asked.decodes, asked.board)
 
     def key(self, waiting: Waiting) -> float:
         return self.size_weight * waiting.work_s + self.age * waiting.arrived

@@ -127,8 +127,8 @@ class Cluster:
         assert isinstance(answer, Placement), answer
         return answer
 
-    def finish(self, request: str, attempt: int = 1, *, ttft_ms: float = 0.0, cached: int = 0) -> None:
-        self.conductor.finished(Finished(request, attempt, 0, ttft_ms, 0.0, 1, cached), self.now)
+    def finish(self, request: str, attempt: int = 1, *, ttft_ms: float = 0.0, cached: int = 0, output: int = 1) -> None:
+        self.conductor.finished(Finished(request, attempt, 0, ttft_ms, 0.0, output, cached), self.now)
 
     def gauge(self, name: str) -> float:
         return self.conductor.numbers(self.now)[name]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.ids import MemberId
-from moonpool.scheduler.decode_forecast import AHEAD_S, SLOTS, DecodeForecast, Expected, course
+from moonpool.scheduler.decode_forecast import AHEAD_S, SLOTS, DecodeForecast, Expected, course, joined
 from moonpool.scheduler.output_length import OutputLengths
 
 FIT = (0.02, 1e-3, 3e-7)
@@ -106,6 +106,19 @@ def test_who_may_end_any_moment_makes_a_step_uncertain() -> None:
     found = course([Expected(30_000, 300, 4_000, KIND)] * 4, LENGTHS, FIT, 0.0)
     assert found.deviation_s[0] == 0.0
     assert 0.0 < found.deviation_s[5] < found.step_s[5]
+
+
+@settings(max_examples=30, deadline=None)
+@given(sequences, st.integers(1, 20_000), st.one_of(st.just(-math.inf), st.floats(0.0, 45.0)))
+def test_one_more_sequence_is_added_to_a_course_as_if_it_had_been_there(
+    expected: list[Expected], context: int, at: float
+) -> None:
+    flat = (0.05, 0.0, 0.0)  # nobody slows anybody
+    one = Expected(context, 0, 2_000, KIND, float(math.ceil(at)) if at > 0.0 else at)
+    added = joined(course(expected, LENGTHS, flat, 0.0), one, LENGTHS, flat)
+    whole = course([*expected, one], LENGTHS, flat, 0.0)
+    for name in ("batch", "context", "step_s", "deviation_s"):
+        assert getattr(added, name) == pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-6), name
 
 
 def test_an_idle_worker_has_a_course() -> None:
