@@ -117,6 +117,23 @@ def placement(
     _print(measure(**_chosen({"policy": policy, "admission": admission})), as_json)
 
 
+@bench.command("fidelity")
+def fidelity(
+    requests: Annotated[int | None, typer.Option("--requests", help="Of each of the two traces.")] = None,
+    slower: Annotated[float | None, typer.Option("--slower", help="Stretch their times by so much.")] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Placement policy of both sides.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    out: Annotated[str | None, typer.Option("--out", "-o", help="Folder for a picture of both.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The simulator against a real local cluster: fitted on one trace, compared on another."""
+    from moonpool.bench.fidelity import FidelityOptions
+    from moonpool.bench.fidelity import fidelity as measure
+
+    given = {"requests": requests, "slower": slower, "policy": policy, "model": model, "out": out}
+    _print(measure(FidelityOptions(**_chosen(given))), as_json)
+
+
 @bench.command("overload")
 def overload(
     times: Annotated[float | None, typer.Option("--times", help="Of the capacity that is measured first.")] = None,
