@@ -1,8 +1,12 @@
 """Was it right to refuse? Sampled refused requests are let in alone, each in a world of its own, to see what becomes of them.
 
 The simulation forks at the refusal (the process itself: a copy of everything, sharing its memory): the child lets the
-request in, refuses and accepts all later ones as usual, and stops when all who were in the system then have ended. The
-parent goes on as if nothing had happened and so knows what would have become of the same requests without the forced one.
+request in, and stops when all who were in the system then have ended. The parent goes on as if nothing had happened and so
+knows what would have become of the same requests without the forced one.
+
+Later requests are accepted or refused as in the parent ("as before": was there room that nobody took?), or anew by the
+admission, which sees the forced one ("adapt": under steady overload it then refuses somebody else in its place, and any
+single request can be served).
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from moonpool.core.errors import Bug
+from moonpool.core.errors import Bug, Reason
 from moonpool.core.placement import Finished, Refusal
 from moonpool.loadgen.trace import TraceRow
 from moonpool.scheduler.admission.policy import Admission
@@ -25,11 +30,13 @@ from moonpool.sim.cluster import SimCluster
 from moonpool.sim.outcome import Outcome, RequestOutcome
 from moonpool.sim.run import Bursts, Simulation
 
+Others = Literal["as before", "adapt"]
+
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """``row`` was refused and let in alone. ``missed``: those in the system then that missed a target with it in;
-    ``harmed``: of these, who met both without it. ``company``: how many were in the system."""
+    """``row`` was refused and let in alone. ``missed``: those in the system then, or accepted and ended since, that missed a
+    target with it in; ``harmed``: of these, who met both without it. ``company``: how many were in the system."""
 
     row: int
     met: bool
@@ -78,14 +85,16 @@ def force_refused(
     speed: float = 1.0,
     bursts: Bursts = "released",
     seed: int = 0,
+    others: Others = "as before",
     at_once: int = 1,
 ) -> ForcedOutcome:
     """``policy`` and ``admission`` make fresh ones: the trace is run twice, first to learn who is refused. ``seed`` draws the
     samples among them; ``at_once`` children run beside each other."""
-    first = _Forking(rows, cluster, policy(), admission(), speed, bursts, frozenset(), 1).run()
+    first = _Forking(rows, cluster, policy(), admission(), speed, bursts).run()
     refused = [r.row for r in first.requests if r.refused is not None]
     chosen = np.random.default_rng(seed).permutation(refused)[:samples].tolist()
-    forking = _Forking(rows, cluster, policy(), admission(), speed, bursts, frozenset(chosen), at_once)
+    turned_away = frozenset(refused) if others == "as before" else None
+    forking = _Forking(rows, cluster, policy(), admission(), speed, bursts, frozenset(chosen), turned_away, at_once)
     base = forking.run()
     told = forking.children.finish()
     out = ForcedOutcome(base)
@@ -147,15 +156,19 @@ class _Forking(Simulation):
         admission: Admission,
         speed: float,
         bursts: Bursts,
-        chosen: frozenset[int],
-        at_once: int,
+        chosen: frozenset[int] = frozenset(),
+        turned_away: frozenset[int] | None = None,
+        at_once: int = 1,
     ) -> None:
+        """``chosen``: rows to force in. ``turned_away``: rows that children refuse, and no others; None: as they see fit."""
         self.children = _Children(at_once)
+        self._turned_away = None if turned_away is None else {f"r{row}" for row in turned_away}
         self._chosen = {f"r{row}": row for row in chosen}
         self._awaited: set[int] | None = None  # in a child: rows that have not ended
-        self._company: tuple[int, ...] = ()
         self._row = self._write = -1
-        conductor = Conductor(policy=policy, admission=_Forcing(admission, self._force), rule=cluster.rule)
+        self._company, self._forked_at = 0, 0.0
+        forcing = _Forcing(admission, self._force, self._as_before)
+        conductor = Conductor(policy=policy, admission=forcing, rule=cluster.rule)
         super().__init__(rows, cluster, conductor, speed, bursts)
 
     def run(self) -> Outcome:
@@ -164,6 +177,10 @@ class _Forking(Simulation):
         finally:
             if self._awaited is not None:  # a child that gets here has failed: its parent learns from the empty pipe
                 os._exit(1)
+
+    def _as_before(self, request: str) -> bool | None:
+        """In a child whose later decisions are fixed: whether ``request`` was accepted. None: to be decided."""
+        return None if self._awaited is None or self._turned_away is None else request not in self._turned_away
 
     def _force(self, request: str) -> bool:
         """Whether ``request``, about to be refused, is let in after all: in the child that is made for it."""
@@ -174,7 +191,7 @@ class _Forking(Simulation):
         if write is None:
             return False
         self._awaited = {r.row for r in self.outcome.requests if r.arrived <= self.clock.now and _open(r)} | {row}
-        self._company, self._row, self._write = tuple(self._awaited - {row}), row, write
+        self._company, self._row, self._write, self._forked_at = len(self._awaited) - 1, row, write, self.clock.now
         return True
 
     def _ended(self) -> None:
@@ -188,8 +205,9 @@ class _Forking(Simulation):
     def _tell(self) -> None:
         """The child's last word."""
         requests = self.outcome.requests
-        missed = [row for row in self._company if not _met(requests[row], self.outcome) and requests[row].refused is None]
-        text = json.dumps((len(self._company), sorted(missed), _met(requests[self._row], self.outcome)))
+        since = (r for r in requests if r.row != self._row and (r.ended or -1.0) >= self._forked_at)
+        missed = [r.row for r in since if not _met(r, self.outcome)]
+        text = json.dumps((self._company, missed, _met(requests[self._row], self.outcome)))
         os.write(self._write, text.encode())
         os._exit(0)
 
@@ -199,14 +217,18 @@ def _open(request: RequestOutcome) -> bool:
 
 
 class _Forcing:
-    """``admission``, overruled where ``force`` says so."""
+    """``admission``, overruled where ``force`` or ``as_before`` says so."""
 
-    def __init__(self, admission: Admission, force: Callable[[str], bool]) -> None:
+    def __init__(self, admission: Admission, force: Callable[[str], bool], as_before: Callable[[str], bool | None]) -> None:
         self.name = admission.name
         self._admission = admission
         self._force = force
+        self._as_before = as_before
 
     def admit(self, asked: Asked, option: Option) -> Refusal | None:
+        before = self._as_before(asked.request.request)
+        if before is not None:
+            return None if before else Refusal(Reason.OVERLOADED, "refused as before", 1.0)
         refusal = self._admission.admit(asked, option)
         if refusal is not None and self._force(asked.request.request):
             return None
