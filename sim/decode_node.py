@@ -1,8 +1,4 @@
-"""A decode worker on the virtual clock: the production batcher and hand-off around a formula for the step time.
-
-Steps are computed in runs (``Batcher.run_until_change``): from one join or leave to the next. A worker that computes
-prompts itself (role ``both``, or after a preemption) goes step by step while it does.
-"""
+"""A decode worker on the virtual clock: attempts, the production hand-off, and their steps."""
 
 from __future__ import annotations
 
@@ -10,8 +6,8 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.errors import Busy, Failure, PeerSilent, Reason
 from moonpool.core.handoff import Drained, FirstToken
 from moonpool.core.landing import Landed, Landing, LandingSlot, SlotRef
-from moonpool.core.membership import LiveAttempt, Member, PrefillTiming, StepTiming, WorkerReport
-from moonpool.decode_worker.batcher import Admission, Batcher, Limits, Pace, Run, Step
+from moonpool.core.membership import LiveAttempt, Member, PrefillTiming, WorkerReport
+from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.handoff_sink import (
     Action,
     CancelPrefill,
@@ -24,17 +20,14 @@ from moonpool.decode_worker.handoff_sink import (
     ReleasePages,
     StopCopies,
 )
-from moonpool.decode_worker.sequence import Phase, Sequence
 from moonpool.engine.pages import PagePool
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.prefill_worker.chunk_planner import JobKey
 from moonpool.sim.attempt import TOKEN, Try, answer_keys
-from moonpool.sim.clock import Timer
 from moonpool.sim.cluster import Group
-from moonpool.sim.costs import compute_s, step_s
-from moonpool.sim.gaps import Gaps
 from moonpool.sim.prefix import Prefix
 from moonpool.sim.site import Site
+from moonpool.sim.steps import Steps
 from moonpool.sim.store_node import SESSION, StoreNode
 
 
@@ -43,38 +36,22 @@ class DecodeNode:
         cluster = site.cluster
         self.member = member
         self.alive = True
-        self.pages = PagePool(max(group.device_tokens // cluster.model.block_tokens, 1))
-        self.batcher = Batcher(
-            self.pages,
-            Limits(
-                block_tokens=cluster.model.block_tokens,
-                max_batch=cluster.decode.max_batch,
-                chunk_tokens=cluster.decode.chunk_tokens,
-                growth_reserve=cluster.decode.growth_reserve,
-                queue_limit=cluster.queue_limit,
-                reuse=False,
-            ),
-        )
-        self.gaps = Gaps()
         self.jobs: dict[JobKey, Try] = {}
         self._site = site
         self._cost = cluster.decode
         self._prefill_cost = cluster.prefill
         self._size = cluster.model.block_tokens
         self._landings = 0
-        self._run_from: float | None = None  # a run is under way since then; its steps are not told to the batcher yet
-        self._step: tuple[Step, float] | None = None  # a single step, and its seconds
-        self._factor = 1.0  # of the time of the run's steps
-        self._timer: Timer | None = None  # the end of the run, of the step, or of the last step before a change
-        self._fresh: list[tuple[Try, float]] = []  # in the batch from the next step on; since when it waits for that
-        self._changed = False
-        self._between = False  # in ``_boundary``: what changes is seen there
+        self.steps = Steps(site, group, self.jobs, self)
         self._prefills: list[PrefillTiming] = []
-        self._steps: list[StepTiming] = []
 
     @property
     def _store(self) -> StoreNode:
         return self._site.stores[self.member.node]
+
+    @property
+    def pages(self) -> PagePool:
+        return self.steps.pages
 
     @property
     def token_limit(self) -> int:
@@ -85,9 +62,8 @@ class DecodeNode:
 
     def begin(self, attempt: Try) -> None:
         """Busy: the queue is full."""
-        self.batcher.add(attempt.sequence)
+        self.steps.add(attempt)
         self.jobs[attempt.key] = attempt
-        self._interrupt()
 
     def cancel(self, attempt: Try) -> None:
         """Nobody wants its answer any more; a no-op once it has ended."""
@@ -98,14 +74,13 @@ class DecodeNode:
         self._end(attempt)
 
     def _end(self, attempt: Try) -> None:
-        self._interrupt()
         attempt.over = True
-        self.batcher.end(attempt.sequence)
+        self.steps.end(attempt)
         self.jobs.pop(attempt.key, None)
         if attempt.prefix is not None and not attempt.sequence.remote:
             attempt.prefix.close()
 
-    def _fill(self, admission: Admission) -> None:
+    def fill(self, admission: Admission) -> None:
         attempt = self.jobs[admission.sequence.name]
         if not admission.sequence.remote:
             self._load(attempt)
@@ -135,9 +110,7 @@ class DecodeNode:
 
         def loaded() -> None:
             if not attempt.over:
-                self._interrupt()
-                self.batcher.join(attempt.sequence, cached)
-                self._fresh.append((attempt, self._site.clock.now))
+                self.steps.join(attempt, cached, self._site.clock.now)
 
         self._site.clock.after(self._prefill_cost.a + self._prefill_cost.d * cached, loaded)
 
@@ -224,15 +197,13 @@ class DecodeNode:
                 case EmitFirst(_, ends):
                     self._site.front.first_token(attempt)
                     if ends:
-                        self._finish(attempt)
+                        self.has_all(attempt)
                 case Copy(layer, slots):
                     assert attempt.sink is not None
                     todo += attempt.sink.copied(layer, [slot.block for slot in slots])
                 case Join():
-                    self._interrupt()
-                    self.batcher.join(attempt.sequence, attempt.tokens)
                     since = attempt.first_at if attempt.first_at is not None else self._site.clock.now
-                    self._fresh.append((attempt, since))
+                    self.steps.join(attempt, attempt.tokens, since)
                 case EndLanding():
                     if self._lands and attempt.landing is not None:
                         self._store.read(attempt.landing)
@@ -248,118 +219,13 @@ class DecodeNode:
                 case StopCopies():
                     pass
 
-    # -- the batch -----------------------------------------------------------------------------------------------------
+    # -- what the steps tell --------------------------------------------------------------------------------------------
 
-    def _pace(self, batch: int) -> Pace:
-        base_s = self._cost.base_s + self._cost.per_sequence_s * batch
-        return Pace(self._factor * base_s, self._factor * self._cost.per_token_s)
-
-    def _left(self, sequence: Sequence) -> int:
-        return self.jobs[sequence.name].left
-
-    def _interrupt(self) -> None:
-        """Somebody comes or goes: the batch changes when the step under way has ended, at once where there is none."""
-        self._changed = True
-        if self._between:
-            return
-        clock = self._site.clock
-        if self._run_from is not None:
-            begun, self._run_from = self._run_from, None
-            assert self._timer is not None
-            self._timer.cancel()
-            at = clock.now
-            if at > begun:
-                run, _ = self.batcher.run_until_change(self._pace, self._left, TOKEN, at - begun)
-                assert run is not None
-                self._ran(run)
-                at = max(begun + run.seconds, at)
-            self._timer = clock.at(at, self._boundary)
-        elif self._timer is None:
-            self._timer = clock.after(0.0, self._boundary)
-
-    def _boundary(self) -> None:
-        """Between two steps."""
-        self._timer, self._between = None, True
-        now = self._site.clock.now
-        for attempt in [a for a in self.jobs.values() if a.sequence.phase is Phase.RUNNING and a.left <= 0]:
-            self._finish(attempt)
-        for admission in self.batcher.admit():
-            self.batcher.copied(admission)
-            self._fill(admission)
-        for attempt, since in self._fresh:
-            if not attempt.over:
-                self._stamp(attempt, now - since)
-        self._fresh.clear()
-        self._between = False
-        self._next(now)
-        if self._changed:
-            self._changed = False
-            self.report()
-
-    def _stamp(self, attempt: Try, waited_s: float) -> None:
-        if attempt.joined_at is None:
-            attempt.joined_at, attempt.pause_s = len(self.gaps), waited_s
-            attempt.request.outcome.handoff_s = waited_s
-        else:
-            attempt.paused.append((len(self.gaps), waited_s))
-
-    def _next(self, now: float) -> None:
-        self._factor = self._site.noise.factor()
-        run = self.batcher.steady(self._pace, self._left)
-        if run is not None:
-            self._run_from = now
-            self._timer = self._site.clock.after(run.seconds, self._run_over)
-            return
-        preempted = self.batcher.preemptions
-        step = self.batcher.plan()
-        if self.batcher.preemptions != preempted:
-            self._changed = True
-            self._site.counters["preemptions"] += self.batcher.preemptions - preempted
-        if step is not None:
-            seconds = self._step_s(step)
-            self._step = step, seconds
-            self._timer = self._site.clock.after(seconds, self._step_over)
-
-    def _run_over(self) -> None:
-        self._run_from = self._timer = None
-        run, _ = self.batcher.run_until_change(self._pace, self._left, TOKEN)
-        assert run is not None
-        self._ran(run)
-        self._changed = True
-        self._boundary()
-
-    def _ran(self, run: Run) -> None:
-        self.gaps.add(run)
-        self._site.counters["decode_steps"] += run.steps
-        middle = (run.steps - 1) / 2
-        self._steps.append(StepTiming(run.batch, int(run.context + run.batch * middle), run.first_s + run.slope_s * middle))
-
-    # -- steps with prompts in them ------------------------------------------------------------------------------------
-
-    def _step_s(self, step: Step) -> float:
-        decoding = [row for row in step.rows if row.end - row.start == 1]
-        seconds = step_s(self._cost, len(decoding), sum(row.end for row in decoding)) if decoding else 0.0
-        seconds += sum(compute_s(self._prefill_cost, r.start, r.end) for r in step.rows if r.end - r.start > 1)
-        return self._factor * seconds
-
-    def _step_over(self) -> None:
-        assert self._step is not None
-        (step, seconds), self._step, self._timer = self._step, None, None
-        self.batcher.complete(step, [TOKEN if row.samples else None for row in step.rows])
-        self.gaps.add(Run(1, len(step.rows), 0, seconds, 0.0))
-        self._site.counters["decode_steps"] += 1
-        for row in step.rows:
-            attempt = self.jobs.get(row.sequence.name)
-            if attempt is not None and row.samples and attempt.first_at is None:
-                self._first_here(attempt)
-        self._changed = True
-        self._boundary()
-
-    def _first_here(self, attempt: Try) -> None:
+    def first_here(self, attempt: Try) -> None:
         """The first token of a prompt computed here."""
         now, request = self._site.clock.now, attempt.request
         assert attempt.begun_at is not None and attempt.prefix is not None
-        attempt.first_at, attempt.joined_at = now, len(self.gaps)
+        attempt.first_at = now
         attempt.prefill_s = now - attempt.begun_at
         request.outcome.prefill_s += attempt.prefill_s
         self._prefills.append(PrefillTiming(attempt.tokens, attempt.cached, attempt.prefill_s, 0.0, attempt.cached))
@@ -367,12 +233,13 @@ class DecodeNode:
         attempt.prefix.close()
         self._site.front.first_token(attempt)
 
-    def _finish(self, attempt: Try) -> None:
-        waits = list(attempt.paused)
+    def has_all(self, attempt: Try) -> None:
+        """Its last token came."""
+        gaps, waits = self.steps.gaps, list(attempt.paused)
         if attempt.joined_at is not None:
             if self._cost.first_gap:
                 waits.append((attempt.joined_at, attempt.pause_s))
-            attempt.request.outcome.tbt_s = self.gaps.slowest_s(attempt.joined_at, len(self.gaps), waits)
+            attempt.request.outcome.tbt_s = gaps.slowest_s(attempt.joined_at, len(gaps), waits)
         self._end(attempt)
         self._tell_end(attempt)
         self._site.front.finished(attempt)
@@ -387,9 +254,9 @@ class DecodeNode:
     # -- what it tells -------------------------------------------------------------------------------------------------
 
     def report(self) -> None:
-        prefills, steps = tuple(self._prefills), tuple(self._steps)
+        prefills, steps = tuple(self._prefills), tuple(self.steps.timings)
         self._prefills.clear()
-        self._steps.clear()
+        self.steps.timings.clear()
         member, free = self.member, self.pages.free + self.pages.cached
         attempts = tuple(self._described(job) for job in self.jobs.values())
         self._site.teller.tell(WorkerReport(member.id, member.incarnation, attempts, free, self.pages.total, prefills, steps))
@@ -405,20 +272,11 @@ class DecodeNode:
     def idle(self) -> bool:
         return not self.jobs
 
-    def step_now(self) -> float:
-        """Seconds of a step of the batch as it is, those on their way into it included."""
-        context = sum(len(job.sequence.tokens) for job in self.jobs.values())
-        return step_s(self._cost, len(self.jobs), context) if self.jobs else 0.0
-
     def die(self) -> list[Try]:
         """The process is gone with all it holds; returns the attempts that were here."""
         self.alive = False
         lost = list(self.jobs.values())
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._run_from is not None:
-            self.batcher.run_until_change(self._pace, self._left, TOKEN, self._site.clock.now - self._run_from)
-            self._run_from = None
+        self.steps.stop()
         for job in lost:
             job.over, job.sink = True, None
             if self._lands and job.landing is not None:

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from moonpool.decode_worker.batcher import Run
+from moonpool.decode_worker.runs import Run
 
 SLOWEST = 0.1  # the time between tokens of a request is the mean of this share of its gaps (Mooncake, FAST 2025, section 8)
 

@@ -175,7 +175,7 @@ class Simulation:
                 self.gateway.open - self.gateway.unbegun,
                 sum(len(node.jobs) for node in decodes),
                 sum(node.backlog() for node in prefills) / max(len(prefills), 1) / targets.ttft_s,
-                sum(node.step_now() for node in decodes) / max(len(decodes), 1) / targets.tbt_s,
+                sum(node.steps.seconds_now() for node in decodes) / max(len(decodes), 1) / targets.tbt_s,
                 len(prefills),
                 len(decodes),
             )

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from moonpool.core.blocks import BlockHasher, blocks_for
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt, Request, SamplingParams
-from moonpool.decode_worker.batcher import Batcher, Limits, Pace, Run
+from moonpool.decode_worker.batcher import Batcher, Limits
+from moonpool.decode_worker.runs import Pace, Run
 from moonpool.decode_worker.sequence import CompletedBlock, Phase, Sequence
 from moonpool.engine.pages import PagePool
 

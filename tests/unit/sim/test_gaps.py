@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.decode_worker.batcher import Run
+from moonpool.decode_worker.runs import Run
 from moonpool.sim.gaps import Gaps
 
 RUNS = st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 0.2), st.floats(0.0, 1e-3)), min_size=1, max_size=12)
