@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from moonpool.core.blocks import blocks_for
-from moonpool.core.errors import Busy, Failure, PeerSilent, Reason
-from moonpool.core.handoff import Drained, FirstToken
+from moonpool.core.errors import Busy, Failure, PeerSilent
+from moonpool.core.handoff import FirstToken
 from moonpool.core.membership import LinkTiming, LiveAttempt, Member, PrefillTiming, WorkerReport
 from moonpool.core.placement import Source
 from moonpool.core.request import Sampled
 from moonpool.engine.pages import OutOfPages, PagePool
 from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
 from moonpool.prefill_worker.handoff_source import (
-    Abandon,
-    Action,
-    Block,
-    Drain,
-    EmitBegun,
-    EmitDrained,
-    EmitFailure,
-    EmitFirst,
-    Push,
-    ReleasePages,
     State,
 )
 from moonpool.sim.attempt import TOKEN, Try
@@ -28,6 +18,7 @@ from moonpool.sim.clock import Timer
 from moonpool.sim.cluster import Group
 from moonpool.sim.costs import compute_s, prefill_s, tokens_left
 from moonpool.sim.prefix import Prefix
+from moonpool.sim.sending import Sending
 from moonpool.sim.site import Site
 from moonpool.sim.store_node import StoreNode
 
@@ -57,6 +48,7 @@ class PrefillNode:
         self._site = site
         self._size = cluster.model.block_tokens
         self._cost = cluster.prefill
+        self._sending = Sending(site, member.node, self._broke, self._quiet)
         self._timings: list[PrefillTiming] = []
         self._links: list[LinkTiming] = []
         self._computing: Try | None = None
@@ -89,7 +81,7 @@ class PrefillNode:
     def cancel(self, attempt: Try, why: Failure) -> None:
         """A no-op once it has ended."""
         if attempt.key in self.jobs and not attempt.source.stop:
-            self._perform(attempt, attempt.source.cancelled(why))
+            self._sending.perform(attempt, attempt.source.cancelled(why))
             self._stop(attempt)
             self._go()
 
@@ -136,13 +128,13 @@ class PrefillNode:
             self.planner.refused(attempt.key, now)
             return False
         except PeerSilent as e:
-            self._perform(attempt, attempt.source.failed(Failure.of(e)))
+            self._sending.perform(attempt, attempt.source.failed(Failure.of(e)))
             self._stop(attempt)
             return False
         attempt.landing, attempt.begun_at = landing, now
         self.backlog_s -= self._works.pop(attempt.key)
         self._site.front.begun(attempt)
-        self._perform(attempt, attempt.source.granted(landing))
+        self._sending.perform(attempt, attempt.source.granted(landing))
         assert attempt.prefix is not None
         if self._cost.early:
             attempt.prefix.pin()  # more may have come to lie here while the job waited
@@ -153,7 +145,7 @@ class PrefillNode:
         start = have if first > have else end
         self.planner.granted(attempt.key, min(start * self._size, attempt.tokens - 1))
         self._schedule(attempt, now)
-        self._open_flow(attempt, self._ends_at - now)
+        self._sending.open(attempt, self._ends_at - now)
         return True
 
     # -- computing -----------------------------------------------------------------------------------------------------
@@ -224,7 +216,7 @@ class PrefillNode:
         else:
             ends = attempt.tokens + 1 >= attempt.ends_at
             first = FirstToken(Sampled(TOKEN), min(loaded, attempt.request.prompt_tokens), ends, timing)
-            self._perform(attempt, attempt.source.sampled(first))
+            self._sending.perform(attempt, attempt.source.sampled(first))
         before = self._computing
         self._go()
         if self._computing is before:
@@ -232,74 +224,22 @@ class PrefillNode:
 
     def _run_chunks(self, attempt: Try) -> None:
         """All chunks of the job, which no other job can come between, at its end."""
-        key, landing = attempt.key, attempt.landing
-        assert landing is not None
-        whole = self._coarse
-        while True:
-            chunk = self.planner.chunk(key)
-            self.planner.computed(key, chunk)
-            first = 0 if chunk.number == 0 else chunk.start // self._size
-            if not whole:
-                end = blocks_for(chunk.end, self._size) if chunk.last else chunk.end // self._size
-                blocks = [self._block(attempt, index) for index in range(first, end)]
-                self._perform(attempt, attempt.source.layer(chunk.number, 0, blocks))
-            elif chunk.last:
-                self._perform(attempt, attempt.source.layer(chunk.number, 0, [Block(0, attempt.pages[0], self._size)]))
-            if chunk.last:
-                return
+        last = False
+        while not last:
+            chunk = self.planner.chunk(attempt.key)
+            self.planner.computed(attempt.key, chunk)
+            self._sending.computed(attempt, chunk)
+            last = chunk.last
 
-    def _block(self, attempt: Try, index: int) -> Block:
-        return Block(index, attempt.pages[index], min(attempt.tokens - index * self._size, self._size))
+    def _broke(self, attempt: Try) -> None:
+        self._stop(attempt)
+        self._go()
 
-    @property
-    def _coarse(self) -> bool:
-        """The hand-off goes straight into the decode node's device pages, as one piece: no store keeps it there."""
-        return self._site.cluster.keep == "prefill"
-
-    # -- the hand-off --------------------------------------------------------------------------------------------------
-
-    def _open_flow(self, attempt: Try, seconds: float) -> None:
-        """KV leaves layer by layer while it is computed; the last layer when computing has ended."""
-        assert attempt.landing is not None
-        size = self._handed(attempt)
-        layers = self._site.cluster.model.layers
-        before = size * (layers - 1) / layers
-
-        def done(ok: bool) -> None:
-            self._pushed(attempt, ok)
-
-        attempt.flow = self._site.links.send(
-            self.member.node, attempt.placement.decode.node, before, done, cap=max(before / max(seconds, 1e-9), 1.0), held=True
-        )
-
-    def _handed(self, attempt: Try) -> float:
-        assert attempt.landing is not None
-        tokens = attempt.tokens if self._coarse else sum(slot.valid for slot in attempt.landing.slots)
-        return float(tokens * self._site.token_bytes)
-
-    def _pushed(self, attempt: Try, ok: bool) -> None:
-        """All bytes are at the decode node; or the way there broke."""
-        decoder = self._site.decoders[attempt.placement.decode.id]
-        attempt.flow = None
-        if attempt.source.state is not State.FINISHING:  # it broke while computing
-            if not attempt.source.stop:
-                self._perform(attempt, attempt.source.failed(self._lost(attempt)))
-                self._stop(attempt)
-                self._go()
-            return
-        if not ok:
-            self._perform(attempt, attempt.source.failed(self._lost(attempt)))
-            return
-        decoder.landed(attempt)
-        self._drained(attempt)
-
-    def _lost(self, attempt: Try) -> Failure:
-        return Failure(Reason.TRANSFER_FAILED, f"the way to {attempt.placement.decode.node} broke", attempt.placement.decode.id)
-
-    def _drained(self, attempt: Try) -> None:
-        assert attempt.landing is not None
-        self._site.decoders[attempt.placement.decode.id].written(attempt)
-        self._perform(attempt, attempt.source.drained(Drained(attempt.landing.id, int(self._handed(attempt)), "simulated")))
+    def _quiet(self, attempt: Try) -> None:
+        """Nobody computes on its pages or sends them any more."""
+        pages, attempt.pages = attempt.pages, []
+        self.pages.release(pages)
+        self.jobs.pop(attempt.key, None)
 
     def _stop(self, attempt: Try) -> None:
         """Its compute ends at once, and it leaves the queue."""
@@ -316,35 +256,7 @@ class PrefillNode:
         if attempt.prefix is not None:
             attempt.prefix.close()
         if attempt.source.state is State.ABANDONING:
-            self._perform(attempt, attempt.source.stopped())
-
-    def _perform(self, attempt: Try, actions: list[Action]) -> None:
-        decoder = self._site.decoders[attempt.placement.decode.id]
-        for action in actions:
-            match action:
-                case EmitBegun(landing):
-                    decoder.prefill_begun(attempt, landing)
-                case Push():
-                    pass  # the flow is under way already
-                case EmitFirst(first):
-                    decoder.prefill_done(attempt, first)
-                case Drain():
-                    if attempt.flow is not None:
-                        layers = self._site.cluster.model.layers
-                        self._site.links.release(attempt.flow, self._handed(attempt) / layers)
-                case Abandon():
-                    if attempt.flow is not None:
-                        self._site.links.stop(attempt.flow)
-                        attempt.flow = None
-                    self._drained(attempt)
-                case EmitDrained(drained):
-                    decoder.drained(attempt, drained)
-                case EmitFailure(failure):
-                    decoder.prefill_failed(attempt, failure)
-                case ReleasePages():
-                    pages, attempt.pages = attempt.pages, []
-                    self.pages.release(pages)
-                    self.jobs.pop(attempt.key, None)
+            self._sending.perform(attempt, attempt.source.stopped())
 
     # -- what it tells -------------------------------------------------------------------------------------------------
 
