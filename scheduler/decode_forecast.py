@@ -110,7 +110,7 @@ class _Curves:
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """Per worker asked about. ``step_s``: the longest expected step in the window, with the new sequence in the batch;
-    ``deviation_s``: its standard deviation; ``batch`` and ``context``: of the others, when it joins."""
+    ``deviation_s``: the largest standard deviation there; ``batch`` and ``context``: of the others, when it joins."""
 
     step_s: Floats
     deviation_s: Floats
@@ -119,10 +119,14 @@ class Ahead:
 
 
 class DecodeForecast:
-    """The courses of all decode workers as arrays: one question answers for every row of a board."""
+    """The courses of all decode workers as arrays: one question answers for every row of a board.
+
+    The longest step of a window is found when a course is written, for the window asked about last: there is one in use.
+    """
 
     def __init__(self) -> None:
         self._courses: dict[MemberId, tuple[Course, tuple[float, float, float]]] = {}
+        self._window = 0  # slots
         self._arrange(())
 
     def write(self, worker: MemberId, expected: Course, fit: Sequence[float]) -> None:
@@ -137,24 +141,19 @@ class DecodeForecast:
     def ahead(self, workers: tuple[MemberId, ...], at: float, window_s: float, tokens: int) -> Ahead:
         """What a sequence of ``tokens`` meets that joins at ``at``, during ``window_s``. Workers never written are idle, and
         what lies beyond the courses is as at their end."""
-        if workers is not self._workers:
+        window = int(window_s / SLOT_S)
+        if workers is not self._workers or window != self._window:
+            self._window = window
             self._arrange(workers)
-        first = np.clip(((at - self._begins) / SLOT_S).astype(np.int64), 0, SLOTS - 1)
-        slots = np.minimum(first[:, None] + np.arange(int(window_s / SLOT_S) + 1), SLOTS - 1)
-        places = slots + self._offsets
-        worst = places[self._rows_of, self._steps[places].argmax(axis=1)]
-        begin = places[:, 0]
-        step_s = self._steps[worst] + self._fits[1] + self._fits[2] * tokens
-        return Ahead(step_s, self._deviations[worst], self._batches[begin], self._contexts[begin])
+        slots = np.clip(((at - self._begins) / SLOT_S).astype(np.int64), 0, SLOTS - 1)
+        longest, deviations, batches, contexts = self._table[:, self._offsets + slots]
+        return Ahead(longest + self._fits[1] + self._fits[2] * tokens, deviations, batches, contexts)
 
     def _arrange(self, workers: tuple[MemberId, ...]) -> None:
         self._workers, self._rows = workers, {name: row for row, name in enumerate(workers)}
-        places = len(workers) * SLOTS  # of all rows, one after the other
-        self._batches, self._contexts = np.zeros(places), np.zeros(places)
-        self._steps, self._deviations = np.zeros(places), np.zeros(places)
+        self._table = np.zeros((4, len(workers) * SLOTS))  # of all rows, one after the other
         self._begins, self._fits = np.zeros(len(workers)), np.zeros((3, len(workers)))
-        self._rows_of = np.arange(len(workers))
-        self._offsets = (self._rows_of * SLOTS)[:, None]
+        self._offsets = np.arange(len(workers)) * SLOTS
         for name, row in self._rows.items():
             if name in self._courses:
                 self._fill(row, name)
@@ -162,6 +161,15 @@ class DecodeForecast:
     def _fill(self, row: int, worker: MemberId) -> None:
         known, self._fits[:, row] = self._courses[worker]
         self._begins[row] = known.begins
-        slots = slice(row * SLOTS, (row + 1) * SLOTS)
-        self._batches[slots], self._contexts[slots] = known.batch, known.context
-        self._steps[slots], self._deviations[slots] = known.step_s, known.deviation_s
+        values = (_highest(known.step_s, self._window), _highest(known.deviation_s, self._window), known.batch, known.context)
+        self._table[:, row * SLOTS : (row + 1) * SLOTS] = values
+
+
+def _highest(values: Floats, window: int) -> Floats:
+    """[SLOTS] the largest of each value and the ``window`` after it, as far as there are any."""
+    out, reached = values.copy(), 0
+    while reached < window:
+        step = min(reached + 1, window - reached, SLOTS)
+        np.maximum(out[:-step], out[step:].copy(), out=out[:-step])
+        reached += step
+    return out

@@ -151,7 +151,7 @@ def test_rows_follow_the_order_asked_for_and_strangers_are_idle() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(sequences, min_size=1, max_size=3), st.floats(90.0, 150.0), st.sampled_from([0.0, 3.0, 5.0]))
+@given(st.lists(sequences, min_size=1, max_size=3), st.floats(90.0, 150.0), st.sampled_from([0.0, 3.0, 5.0, 15.0, 60.0]))
 def test_all_rows_are_answered_as_each_one_alone(workers: list[list[Expected]], at: float, window: float) -> None:
     forecast, names = DecodeForecast(), tuple(MemberId(f"decode-{i}") for i in range(len(workers)))
     courses = [course(expected, LENGTHS, FIT, 100.0) for expected in workers]
