@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.cluster import LAPTOP, SPLIT, LocalCluster, running
 from support.oracle import Oracle
+from support.workers import make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,18 @@ def oracle(model_dir: Path) -> Iterator[Oracle]:
     oracle = Oracle(model_dir)
     yield oracle
     oracle.comparison.allow()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that a gateway serves: it knows decoders that go byte by byte."""
+    from tokenizers import Tokenizer, decoders
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.decoder = decoders.ByteLevel()
+    words.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import grpc
 import pytest
 from support.cluster import SPLIT, Answer, LocalCluster, complete, running
 from support.oracle import Oracle
-from support.workers import make_tiny_model
 
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
@@ -25,18 +24,6 @@ from moonpool.wire import pb
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its words are decoded byte by byte: a gateway refuses decoders that it does not know."""
-    from tokenizers import Tokenizer, decoders
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words.decoder = decoders.ByteLevel()
-    words.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")
