@@ -126,7 +126,8 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
                 case Replicate() | Prefetch() | Cool():
                     self._moves.take(action)
                 case SwitchRole():
-                    self._roles.take(action)
+                    assert self.conductor.planner is not None  # nobody else wishes for one
+                    self._roles.take(action, self.conductor.planner)
         self._arm()
         return resync
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from moonpool.wire import pb
 from moonpool.wire.status import why_unreachable
 
 TIMEOUT_S = 3.0
+log = logging.getLogger(__name__)
 
 
 class RoleMoves:
@@ -27,15 +29,22 @@ class RoleMoves:
 
     def __init__(self, peers: Peers, own: MemberId) -> None:
         self._peers, self._own = peers, own
-        self._tasks: set[asyncio.Task[str]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.switches = 0
 
-    def take(self, action: SwitchRole) -> None:
-        """Begin it, if this conductor is the one to."""
-        if min((c.id for c in self._peers.live(Role.CONDUCTOR)), default=self._own) == self._own:
-            task = asyncio.create_task(self.begin(action), name=f"switch-{action.worker}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def take(self, action: SwitchRole, planner: Planner) -> None:
+        """Begin it, if this conductor is the one to; ``planner``, whose wish it was, hears where nothing comes of it."""
+        if min((c.id for c in self._peers.live(Role.CONDUCTOR)), default=self._own) != self._own:
+            planner.gave_up(action.worker)
+            return
+        task = asyncio.create_task(self._carry_out(action, planner), name=f"switch-{action.worker}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry_out(self, action: SwitchRole, planner: Planner) -> None:
+        if why := await self.begin(action):
+            log.warning("no switch to %s: %s", action.role.value, why)
+            planner.gave_up(action.worker)
 
     async def begin(self, action: SwitchRole) -> str:
         """Ask the worker to switch. Empty, or why it does not."""

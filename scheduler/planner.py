@@ -149,6 +149,10 @@ class Planner:
         self._last = (switch.role, now)
         self.switches += 1
 
+    def gave_up(self, worker: MemberId) -> None:
+        """Nothing came of the switch of ``worker``: it stays what it is."""
+        self._moving.pop(worker, None)
+
     def propose(self, board: Board, now: float, *, patient: bool = True) -> Proposal:
         """The best split for the traffic that is forecast. ``patient=False`` leaves out hold, settling and dwell times."""
         loads, step = self._loads(board, now), _step_cost(board)

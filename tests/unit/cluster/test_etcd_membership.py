@@ -139,3 +139,15 @@ async def test_names_are_resolved_and_a_dead_endpoint_is_passed_over(shared: Etc
     async with members(f"etcd://127.0.0.1:1,localhost:{shared.port}{prefix}", 1) as (one,):
         await one.peers.join(member())
         await one.hears((NAME, 1, "live"))
+
+
+async def test_a_process_that_joins_anew_in_another_role_ends_its_older_life_and_is_not_fenced(registry: str) -> None:
+    async with members(registry, 2) as (one, other):
+        await one.peers.join(member())
+        await other.hears((NAME, 1, "live"))
+        await one.peers.join(member(NAME, Role.DECODE, 2))
+        await other.hears((NAME, 2, "live"))
+        assert other.told == [(NAME, 1, "live"), (NAME, 1, "gone"), (NAME, 2, "live")]
+        assert [m.id for m in other.peers.live(Role.DECODE)] == [NAME]
+        assert not other.peers.live(Role.PREFILL)
+        assert not one.fenced.done()

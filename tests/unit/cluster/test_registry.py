@@ -175,3 +175,16 @@ async def test_waiting_ends_in_bounded_time_naming_what_was_missing() -> None:
     async with cluster(1) as (_, (one,)):
         with pytest.raises(NoPath, match="no decode worker within 0 s"):
             await one.peers.until(lambda: False, 0.05, "decode worker")
+
+
+async def test_a_process_that_joins_anew_in_another_role_ends_its_older_life_and_is_not_fenced() -> None:
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(member("prefill-0"))
+        await other.hears(("prefill-0", 1, "live"))
+        await one.peers.join(member("prefill-0", Role.DECODE, 2))
+        await other.hears(("prefill-0", 2, "live"))
+        assert other.told == [("prefill-0", 1, "live"), ("prefill-0", 1, "gone"), ("prefill-0", 2, "live")]
+        assert [m.id for m in other.peers.live(Role.DECODE)] == ["prefill-0"]
+        assert not other.peers.live(Role.PREFILL)
+        await asyncio.sleep(2 * TIMING.heartbeat_ms / 1e3)
+        assert not one.fenced.done()

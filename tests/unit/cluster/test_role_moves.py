@@ -71,11 +71,15 @@ async def test_of_several_conductors_the_first_by_name_acts() -> None:
     async with worker() as (asked, prefill):
         crowd = Crowd([prefill, member("conductor-0", Role.CONDUCTOR, None), member("conductor-1", Role.CONDUCTOR, None)])
         second, first = RoleMoves(crowd, MemberId("conductor-1")), RoleMoves(crowd, MemberId("conductor-0"))
-        second.take(TO_DECODE)
-        first.take(TO_DECODE)
+        planner = Planner()
+        planner.began(TO_DECODE, 1.0)
+        board = split(2, 2).conductor._view.board
+        second.take(TO_DECODE, planner)
+        assert planner.propose(board, 2.0).now.prefill == 2, "what another conductor does is not counted here"
+        first.take(TO_DECODE, planner)
         await asyncio.wait_for(asked.switches.get(), 5.0)
         crowd.tell(MemberChange(member("conductor-0", Role.CONDUCTOR, None), Liveness.GONE, "left"))
-        second.take(TO_DECODE)
+        second.take(TO_DECODE, planner)
         await asyncio.wait_for(asked.switches.get(), 5.0)
         assert asked.switches.empty()
         await first.close()
