@@ -70,8 +70,8 @@ class SpeedRun(_Run):
     base: ClusterRun
     share: float = 0.9
     within_s: float = 5.0
-    least: float = 0.5
-    most: float = 3.0
+    least: float
+    most: float
     step: float = 0.05
 
 
