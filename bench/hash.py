@@ -15,7 +15,7 @@ import random
 from typing import Any
 
 from moonpool.bench.dynamo_side import DYNAMO, ask_dynamo
-from moonpool.bench.timing import quantiles
+from moonpool.bench.timing import timed
 from moonpool.core.blocks import HASH_KEY_BYTES, KEY_BYTES, BlockHasher
 
 LENGTHS = {"8k": 8_192, "128k": 131_072}
@@ -30,10 +30,10 @@ def hash_blocks(*, rounds: int = 200, peer_python: str = "") -> dict[str, Any]:
     for name, tokens in LENGTHS.items():
         ids = [draw.randrange(VOCABULARY) for _ in range(tokens)]
         turns = rounds if name == "8k" else max(rounds // 10, 3)
-        out |= quantiles(f"hash_{name}", lambda _, ids=ids: hasher[64].keys(ids), turns)  # type: ignore[misc]
-        out |= quantiles(f"hash_{name}_16", lambda _, ids=ids: hasher[16].keys(ids), turns)  # type: ignore[misc]
+        out |= timed(f"hash_{name}", lambda _, ids=ids: hasher[64].keys(ids), turns)  # type: ignore[misc]
+        out |= timed(f"hash_{name}_16", lambda _, ids=ids: hasher[16].keys(ids), turns)  # type: ignore[misc]
     ids = [draw.randrange(VOCABULARY) for _ in range(LENGTHS["8k"] + 64)]
     known = hasher[64].keys(ids[:-64])
-    out |= quantiles("hash_suffix_8k", lambda _: hasher[64].keys(ids, known=known), rounds)
+    out |= timed("hash_suffix_8k", lambda _: hasher[64].keys(ids, known=known), rounds)
     theirs = ask_dynamo(peer_python, "hash", {"rounds": rounds, "lengths": LENGTHS, "block": 16, "vocabulary": VOCABULARY})
     return {**out, **theirs, "peer": DYNAMO if theirs else "not given"}

@@ -18,14 +18,13 @@ Times are medians; each has its 99th percentile beside it (``_p99_us``).
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from moonpool.bench.dynamo_side import DYNAMO, ask_dynamo
-from moonpool.bench.timing import quantiles
+from moonpool.bench.timing import microseconds, timed
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation
 from moonpool.scheduler.prefix_index import PrefixIndex
@@ -71,8 +70,8 @@ def _match(name: str, blocks: int, entries: int, rounds: int) -> dict[str, float
         found.apply(EventBatch(f"n{at}", LIFE, 1, (_stored(shared), *map(_stored, prompts[at::HOLDERS]))))
     asked = [shared + prompt for prompt in prompts]
     missing = _keys(draw, blocks)
-    out = quantiles(f"match_{name}", lambda i: found.match(asked[i % len(asked)]), rounds)
-    return out if name != "8k" else out | quantiles("miss_8k", lambda _: found.match(missing), rounds)
+    out = timed(f"match_{name}", lambda i: found.match(asked[i % len(asked)]), rounds)
+    return out if name != "8k" else out | timed("miss_8k", lambda _: found.match(missing), rounds)
 
 
 def _updates(entries: int) -> dict[str, float]:
@@ -88,22 +87,19 @@ def _updates(entries: int) -> dict[str, float]:
         batches.append(EventBatch(f"n{holder}", LIFE, number[holder], tuple(events)))
         number[holder] += len(events)
         told += len(events) * EVENT_BLOCKS
-    begun = time.perf_counter()
+    begun = time.process_time()
     for batch in batches:
         found.apply(batch)
-    return {"updates_blocks_per_s": told / (time.perf_counter() - begun)}
+    return {"updates_blocks_per_s": told / (time.process_time() - begun)}
 
 
 def _snapshot(entries: int) -> dict[str, float]:
     snapshot = IndexSnapshot("n0", LIFE, 1, ((Tier.G2, _keys(random.Random(3), entries)),))
-    found, parts = PrefixIndex(Tier.G2), [time.perf_counter()]
-    found.load(snapshot, PART)
-    parts.append(time.perf_counter())
-    while found.load_more(PART):
-        parts.append(time.perf_counter())
-    parts.append(time.perf_counter())
-    longest = max(after - before for before, after in itertools.pairwise(parts))
-    return {"snapshot_blocks_per_s": entries / (parts[-1] - parts[0]), "snapshot_part_us": longest * 1e6}
+    found = PrefixIndex(Tier.G2)
+    parts = [microseconds(lambda: found.load(snapshot, PART))]
+    while len(found) < entries:
+        parts.append(microseconds(lambda: found.load_more(PART)))
+    return {"snapshot_blocks_per_s": entries / sum(parts) * 1e6, "snapshot_part_us": max(parts)}
 
 
 def _bytes_per_block(nodes: int, entries: int) -> float:

@@ -8,11 +8,10 @@ Times are medians; each has its 99th percentile beside it (``_p99_us``).
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from moonpool.bench.timing import microseconds, quantiles
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, Tier
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.layout import KVLayout
@@ -98,12 +97,6 @@ def _place(nodes: int, blocks: int, rounds: int, policy: str, admission: str) ->
     later = 0
     taken = []
     for i in range(rounds):
-        begun = time.perf_counter()
-        once(i)
-        taken.append((time.perf_counter() - begun) * 1e6)
+        taken.append(microseconds(lambda i=i: once(i)))  # type: ignore[misc]
         last(i)
-    return {
-        f"place_{nodes}_us": statistics.median(taken),
-        f"place_{nodes}_p99_us": statistics.quantiles(taken, n=100)[98],
-        f"place_{nodes}_kept_waiting": later / rounds,
-    }
+    return {**quantiles(f"place_{nodes}", taken), f"place_{nodes}_kept_waiting": later / rounds}

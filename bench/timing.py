@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable
 
 
-def quantiles(name: str, call: Callable[[int], object], rounds: int) -> dict[str, float]:
-    """Microseconds of ``call(0)``, ``call(1)``, ... one by one, as ``NAME_us`` and ``NAME_p99_us``."""
-    taken = []
-    for i in range(rounds):
-        begun = time.perf_counter()
-        call(i)
-        taken.append((time.perf_counter() - begun) * 1e6)
+def microseconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return (time.perf_counter() - begun) * 1e6
+
+
+def quantiles(name: str, taken: list[float]) -> dict[str, float]:
+    """Of times in microseconds: ``NAME_us`` and ``NAME_p99_us``."""
     return {f"{name}_us": statistics.median(taken), f"{name}_p99_us": statistics.quantiles(taken, n=100)[98]}
+
+
+def timed(name: str, call: Callable[[int], object], rounds: int) -> dict[str, float]:
+    """``call(0)``, ``call(1)``, ... one by one."""
+    return quantiles(name, [microseconds(lambda i=i: call(i)) for i in range(rounds)])  # type: ignore[misc]
