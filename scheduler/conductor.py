@@ -51,6 +51,7 @@ COUNTERS = (
     "ttft_above_prediction",
 )
 MAX_WAITING = 10_000
+MAX_PASSED = 16  # who are better off waiting for a busy worker, before a free one is left without work for now
 FULL_RETRY_S = 1.0
 
 Event = MemberChange | EventBatch | IndexSnapshot | WorkerReport
@@ -112,7 +113,7 @@ class Conductor:
         """An attempt is over, however it ended. Unknown and repeated ones change nothing."""
         self._view.expire(now)
         self._view.release(done.request, done.attempt)
-        self.links.end(done.request)
+        self._end_flows(done.request)
         self.admission.finished(done, now)
         if self.planner is not None and done.outcome == "ok":
             self.planner.finished(done.output_tokens)
@@ -224,7 +225,7 @@ class Conductor:
         """Nobody waits for the answer to ``request`` any more."""
         self._queue.remove(request)
         self._view.release(request)
-        self.links.end(request)
+        self._end_flows(request)
 
     def prefilled(self, request: str, now: float) -> Refusal | None:
         """The prompt of ``request`` is computed and about to join its batch: the admission's last word."""
@@ -312,10 +313,13 @@ class Conductor:
                 request.max_tokens,
             )
         )
-        self.links.end(request.request)
+        self._end_flows(request.request)
         if option.plan.source is not None and option.transfer_s > 0.0:
             fetched = option.plan.until - option.plan.local - option.plan.front
             self.links.begin(request.request, option.plan.source, prefill.node, fetched * board.block_bytes, now)
+        if option.prefill != option.decode:
+            size, begun = asked.handed_bytes(option.decode), now + option.wait_s
+            self.links.begin(_handed_over(request.request), prefill.node, decode.node, size, begun)
         return Placement(
             prefill,
             decode,
@@ -324,6 +328,10 @@ class Conductor:
             option.tbt.likely * 1e3 if option.tbt.sure else 0.0,
             self._placements,
         )
+
+    def _end_flows(self, request: str) -> None:
+        self.links.end(request)
+        self.links.end(_handed_over(request))
 
     def _refused(self, refusal: Refusal) -> Refusal:
         self._view.counts[f"refusals_{refusal.reason.value}"] += 1
@@ -379,7 +387,7 @@ class Conductor:
         """Give prefill workers that are about to be free to those who wait, in order."""
         self._bound_at = now
         passed = 0  # those who had better wait on: they keep their places
-        while (waiting := self._queue.nth(passed, now)) is not None and self._anybody_free(now):
+        while passed < MAX_PASSED and (waiting := self._queue.nth(passed, now)) is not None and self._anybody_free(now):
             answer = self._bound(waiting, now)
             if answer is None:
                 passed += 1
@@ -454,3 +462,8 @@ def _only(rows: Usable, free: Bools) -> Usable:
 def _considered(asked: Asked, choice: Choice) -> Considered:
     workers = asked.board.workers
     return Considered(workers[choice.prefill].ref.id, workers[choice.decode].ref.id, choice.until, predict(asked, choice))
+
+
+def _handed_over(request: str) -> str:
+    """The name of the flow from its prefill to its decode worker; its fetch goes by its own."""
+    return f"{request} handed over"

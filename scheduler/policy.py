@@ -40,6 +40,7 @@ class Asked:
     waiting: int = 0  # requests let in and not bound to workers yet, which no row of the board counts
     waiting_tokens: int = 0  # of their prompts
     delayed: tuple[tuple[Waiting, float], ...] = ()  # who waits and would be delayed by this one: TTFT in seconds then
+
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
     _decode: DecodeScores | None = field(default=None, repr=False)
@@ -73,6 +74,10 @@ class Asked:
     def scores(self) -> PrefillScores:
         """Those a policy has looked at."""
         return self._pooled or self._local or self.pooled
+
+    def handed_bytes(self, row: int) -> int:
+        """KV that decode worker ``row`` lacks and a prefill worker will push to its node."""
+        return max(self.prompt.blocks - int(self.held.node[row]), 0) * self.board.block_bytes
 
     @property
     def prefills(self) -> Bools:

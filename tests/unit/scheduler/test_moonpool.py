@@ -15,6 +15,7 @@ from moonpool.scheduler.actions import Action, Bound, Prefetch, Replicate
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.policies.make import make_policy
+from moonpool.scheduler.policy import Asked, Choice
 
 BLOCK_S = BLOCK * 1e-3  # computing one block
 
@@ -367,3 +368,44 @@ def test_a_worker_that_leaves_takes_no_waiting_request_with_it() -> None:
     (answered,) = [a.answer for a in cluster.conductor.observe(change, cluster.now) if isinstance(a, Bound)]
     assert isinstance(answered, Placement)
     assert answered.prefill.id == "prefill-0"
+
+
+def test_a_hand_over_takes_its_share_of_the_links_until_it_is_through_or_its_request_is_over() -> None:
+    cluster = apart(2, block_fetch_s=BLOCK_S)
+    answer = ask(cluster, "r", 64 * BLOCK, keys(1, 64))
+    assert isinstance(answer, Placement)
+    links, size = cluster.conductor.links, LAYOUT.block_bytes
+
+    def seconds() -> float:
+        links.advance(cluster.now)
+        return float(links.seconds(answer.prefill.node, size, (NodeId("b" if answer.prefill.node == "a" else "a"),))[0])
+
+    assert seconds() == pytest.approx(2 * BLOCK_S, rel=0.01), "a block of each in turn"
+    cluster.finish("r")
+    assert seconds() == pytest.approx(BLOCK_S, rel=0.01)
+
+
+def test_only_so_many_are_asked_about_in_vain_for_one_free_worker() -> None:
+    """All have their prefix at the busy worker, over a slow link; a long queue must not make each event slow."""
+    cluster = apart(2, block_fetch_s=10 * BLOCK_S)
+    prompt = keys(1, 100)
+    cluster.stored("b", prompt, store="store-b")
+    busy(cluster, "prefill-1", 400)
+    for i in range(60):
+        assert isinstance(ask(cluster, f"r{i}", 100 * BLOCK + 10, prompt), Later)
+    asked = 0
+    choose = cluster.conductor.policy.choose
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(policy, name)
+
+        def choose(self, what: Asked) -> Choice | None:
+            nonlocal asked
+            asked += 1
+            return choose(what)
+
+    policy = cluster.conductor.policy
+    cluster.conductor.policy = Counted()  # type: ignore[assignment]
+    assert due(cluster) == []
+    assert 0 < asked <= 16
