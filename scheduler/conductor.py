@@ -26,7 +26,7 @@ from moonpool.scheduler.candidates import usable
 from moonpool.scheduler.choice import Considered, Option, choice_of, predict
 from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
-from moonpool.scheduler.estimates import Overhead
+from moonpool.scheduler.estimates import Overhead, Seeds
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
@@ -68,14 +68,16 @@ class Conductor:
         max_waiting: int = MAX_WAITING,
         planner: Planner | None = None,
         rule: Rule | None = None,
+        seeds: Seeds | None = None,
     ) -> None:
         """``booking_s``: total budget of a request, after which nothing of it can be alive. ``planner``: switches roles.
-        ``rule``: the order of prefill workers' own queues; None: that of arrival."""
+        ``rule``: the order of prefill workers' own queues; None: that of arrival. ``seeds``: what prefills and steps take
+        before any was measured."""
         self.policy: Policy = policy or PooledMinTtft()
         self.admission: Admission = admission or Certain()
         self.links = Links()
         self.planner = planner
-        self._view = View(booking_s, rule)
+        self._view = View(booking_s, rule, seeds)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
         self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)

@@ -203,6 +203,14 @@ class StepEstimate:
         return self._online.fit
 
 
+@dataclass(frozen=True, slots=True)
+class Seeds:
+    """Coefficients of both estimates for one model and machine (``roofline.Roofline``); None: nothing is known."""
+
+    prefill: tuple[float, float, float, float] | None = None
+    step: tuple[float, float, float] | None = None
+
+
 class Overhead:
     """Seconds between what the worker's own times explain and the first token at the gateway, seen on idle workers."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moonpool.scheduler.estimates import Seeds
 from moonpool.scheduler.model_shape import ModelShape
 
 DEVICE_SHARE = 0.9  # of device memory that weights and KV may take
@@ -49,6 +50,9 @@ class Roofline:
     machine: Machine
 
     # -- seeds of the estimates ----------------------------------------------------------------------------------------
+
+    def seeds(self, chunk_tokens: int = 0) -> Seeds:
+        return Seeds(self.prefill(chunk_tokens), self.step())
 
     def prefill(self, chunk_tokens: int = 0) -> tuple[float, float, float, float]:
         """a, b, c, d of ``PrefillEstimate``. A chunk costs an overhead of its own; ``chunk_tokens`` 0: one chunk."""

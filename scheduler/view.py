@@ -12,7 +12,7 @@ from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
 from moonpool.scheduler.bookings import Booking, End, Ledger
 from moonpool.scheduler.costs import Soon, shared_blocks
 from moonpool.scheduler.decode_courses import DecodeCourses
-from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+from moonpool.scheduler.estimates import Fit, PrefillEstimate, Seeds, StepEstimate
 from moonpool.scheduler.prefill_queue import PrefillQueues, Rule, Waiting
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
@@ -23,8 +23,8 @@ DEFAULT_BLOCK_TOKENS = 64  # until a member with a layout is known
 
 
 class View:
-    def __init__(self, booking_s: float, rule: Rule | None = None) -> None:
-        """``rule``: in which order prefill workers compute what waits there."""
+    def __init__(self, booking_s: float, rule: Rule | None = None, seeds: Seeds | None = None) -> None:
+        """``rule``: in which order prefill workers compute what waits there. ``seeds``: first guesses of the estimates."""
         self.workers: dict[MemberId, Worker] = {}
         self.stores: dict[NodeId, Member] = {}
         self.devices = PrefixIndex(Tier.G1)
@@ -33,7 +33,8 @@ class View:
         self.counts: Counter[str] = Counter()
         self._ledger = Ledger(booking_s)
         self._queues = PrefillQueues(rule) if rule is not None and rule.shortest else None
-        self._of_role = {role: (PrefillEstimate(), StepEstimate()) for role in WORKER_ROLES}
+        first = seeds or Seeds()
+        self._of_role = {role: (PrefillEstimate(first.prefill), StepEstimate(first.step)) for role in WORKER_ROLES}
         self._spread: dict[Role, tuple[Fit, Fit]] = {}  # of a role, as the board's workers without one of their own have it
         self.courses = DecodeCourses(self._ledger.decoding, self._step_of)
         self._board: Board | None = None  # None: membership changed since

@@ -6,10 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.cluster_of_members import Cluster
 
 from moonpool.cli.plan import PROFILES, read_machine
+from moonpool.core.ids import Role
+from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.estimates import PrefillEstimate, StepEstimate
 from moonpool.scheduler.model_shape import shape_of
+from moonpool.scheduler.policies.make import make_policy
 from moonpool.scheduler.roofline import Roofline
 
 CONFIG = json.loads((Path(__file__).parents[2] / "fixtures/llama-3-70b/config.json").read_text())
@@ -66,6 +70,19 @@ def test_seeds_predict_as_the_roofline_does_and_are_not_sure() -> None:
     assert step.coefficients[0] == pytest.approx(A800.step_s(1, 0))
     assert not (prefill.sure or step.sure)
     assert prefill.ratio(0.95) > 3.0 and prefill.ratio(0.05) < 0.3
+
+
+def test_a_cold_conductor_ranks_by_the_roofline_and_refuses_nothing_for_it() -> None:
+    cluster = Cluster(Conductor(policy=make_policy("pooled_min_ttft"), seeds=A800.seeds()))
+    for node in ("a", "b"):
+        cluster.join(f"store-{node}", Role.STORE, node)
+        cluster.join(f"prefill-{node}", Role.PREFILL, node)
+    cluster.join("decode-0", Role.DECODE, "a")
+    first = cluster.placed("long", 100_000, ttft_ms=1.0, tbt_ms=0.1)
+    assert first.predicted_ttft_ms == first.predicted_tbt_ms == 0.0
+    board = cluster.conductor._view.board
+    assert board.busy_until.max() - cluster.now == pytest.approx(A800.prefill_s(100_000), rel=0.01)
+    assert cluster.placed("short", 1_000).prefill.id != first.prefill.id
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.toml")), ids=lambda path: path.stem)
