@@ -81,9 +81,11 @@ class Try:
     prefill_s: float = 0.0
     cached: int = 0
     first_at: float | None = None
-    joined_at: int | None = None  # number of the decode node's segment that its first step is in
+    joined_at: int | None = None  # number of the decode node's run from which on it gets a token a step
+    spans: list[tuple[int, int]] = field(default_factory=list)  # runs [begin, end) of the times before that
     pause_s: float = 0.0  # between its first token and its first step
-    paused: list[tuple[int, float]] = field(default_factory=list)  # (segment, seconds) of later waits: preemptions
+    paused: list[tuple[int, float]] = field(default_factory=list)  # (run, seconds) of later waits: preemptions
+    preempted_at: float | None = None  # it waits for its next token since
     over: bool = False
 
     @property

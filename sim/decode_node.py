@@ -235,11 +235,12 @@ class DecodeNode:
 
     def has_all(self, attempt: Try) -> None:
         """Its last token came."""
-        gaps, waits = self.steps.gaps, list(attempt.paused)
+        gaps, waits, spans = self.steps.gaps, list(attempt.paused), list(attempt.spans)
         if attempt.joined_at is not None:
-            if self._cost.first_gap:
-                waits.append((attempt.joined_at, attempt.pause_s))
-            attempt.request.outcome.tbt_s = gaps.slowest_s(attempt.joined_at, len(gaps), waits)
+            spans.append((attempt.joined_at, len(gaps)))
+        if self._cost.first_gap and spans:
+            waits.append((spans[0][0], attempt.pause_s))
+        attempt.request.outcome.tbt_s = gaps.slowest_s(spans, waits)
         self._end(attempt)
         self._tell_end(attempt)
         self._site.front.finished(attempt)

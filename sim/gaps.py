@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.decode_worker.runs import Run
 
@@ -28,21 +30,26 @@ class Gaps:
         self._first.append(run.first_s)
         self._slope.append(run.slope_s)
 
-    def slowest_s(self, begin: int, end: int, waits: list[tuple[int, float]]) -> float | None:
-        """Of the runs [begin, end): mean of the slowest tenth of the gaps. ``waits``: (run, seconds) before its first step.
+    def slowest_s(self, spans: Sequence[tuple[int, int]], waits: Sequence[tuple[int, float]]) -> float | None:
+        """Mean of the slowest tenth of the gaps of a sequence that was in the batch in the runs [begin, end) of ``spans``.
 
-        None where there is no gap.
+        ``waits``: (run, seconds) that passed for it before the first step of that run. None where there is no gap.
         """
-        if end <= begin:
+        parts = [self._written(begin, end, waits) for begin, end in spans if begin < end]
+        if not parts:
             return None
+        gaps = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        n = ceil(len(gaps) * SLOWEST)
+        return float(np.partition(gaps, len(gaps) - n)[len(gaps) - n :].mean())
+
+    def _written(self, begin: int, end: int, waits: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
         steps = np.array(self._steps[begin:end])
         first = np.array(self._first[begin:end])
         slope = np.array(self._slope[begin:end])
         ends = np.cumsum(steps)
-        total = int(ends[-1])
         starts = ends - steps
-        gaps = np.repeat(first - slope * starts, steps) + np.repeat(slope, steps) * np.arange(total)
+        gaps: NDArray[np.float64] = np.repeat(first - slope * starts, steps) + np.repeat(slope, steps) * np.arange(ends[-1])
         for run, seconds in waits:
-            gaps[starts[run - begin]] += seconds
-        n = ceil(total * SLOWEST)
-        return float(np.partition(gaps, total - n)[total - n :].mean())
+            if begin <= run < end:
+                gaps[starts[run - begin]] += seconds
+        return gaps

@@ -141,15 +141,26 @@ class Steps:
             self._owner.report()
 
     def _stamp(self, attempt: Try, waited_s: float) -> None:
-        if attempt.joined_at is None:
-            attempt.joined_at, attempt.pause_s = len(self.gaps), waited_s
-            attempt.request.outcome.handoff_s = waited_s
-        else:
-            attempt.paused.append((len(self.gaps), waited_s))
+        """It gets a token from the next step on, unless it computes its prompt first."""
+        if attempt.sequence.left > 1:
+            return
+        attempt.joined_at = len(self.gaps)
+        if attempt.preempted_at is not None:
+            attempt.paused.append((len(self.gaps), self._site.clock.now - attempt.preempted_at))
+            attempt.preempted_at = None
+        elif attempt.first_at is not None:
+            attempt.pause_s = attempt.request.outcome.handoff_s = waited_s
+
+    def _note_preempted(self) -> None:
+        for attempt in self._jobs.values():
+            if attempt.sequence.phase is Phase.WAITING and attempt.joined_at is not None:
+                attempt.spans.append((attempt.joined_at, len(self.gaps)))
+                attempt.joined_at, attempt.preempted_at = None, self._site.clock.now
 
     def _next(self, now: float) -> None:
         self._factor = self._site.noise.factor()
-        run = self.batcher.steady(self._pace, self._left)
+        begins = any(job.first_at is None and job.sequence.phase is Phase.RUNNING for job in self._jobs.values())
+        run = None if begins else self.batcher.steady(self._pace, self._left)
         if run is not None:
             self._run_from = now
             self._timer = self._site.clock.after(run.seconds, self._run_over)
@@ -159,6 +170,7 @@ class Steps:
         if self.batcher.preemptions != preempted:
             self._changed = True
             self._site.counters["preemptions"] += self.batcher.preemptions - preempted
+            self._note_preempted()
         if step is not None:
             seconds = self._step_s(step)
             self._step = step, seconds
@@ -187,6 +199,17 @@ class Steps:
         seconds += sum(compute_s(prefill, row.start, row.end) for row in step.rows if row.end - row.start > 1)
         return self._factor * seconds
 
+    def _sampled(self, attempt: Try, seconds: float) -> None:
+        """In a step of ``seconds`` that has just ended."""
+        if attempt.first_at is None:
+            attempt.joined_at = len(self.gaps)
+            self._owner.first_here(attempt)
+        elif attempt.joined_at is None:  # its prompt was computed again after a preemption
+            attempt.joined_at = len(self.gaps) - 1
+            since = attempt.preempted_at if attempt.preempted_at is not None else attempt.first_at
+            attempt.paused.append((attempt.joined_at, self._site.clock.now - since - seconds))
+            attempt.preempted_at = None
+
     def _step_over(self) -> None:
         assert self._step is not None
         (step, seconds), self._step, self._timer = self._step, None, None
@@ -195,8 +218,7 @@ class Steps:
         self._site.counters["decode_steps"] += 1
         for row in step.rows:
             attempt = self._jobs.get(row.sequence.name)
-            if attempt is not None and row.samples and attempt.first_at is None:
-                attempt.joined_at = len(self.gaps)
-                self._owner.first_here(attempt)
+            if attempt is not None and row.samples:
+                self._sampled(attempt, seconds)
         self._changed = True
         self._boundary()

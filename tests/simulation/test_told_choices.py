@@ -15,7 +15,7 @@ from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.policies.early import Early
 from moonpool.scheduler.policy import Asked, Choice
 from moonpool.sim.cluster import Link, SimCluster, Ssd
-from moonpool.sim.costs import compute_s, prefill_s
+from moonpool.sim.costs import compute_s, prefill_s, step_s
 from moonpool.sim.run import Simulation, simulate
 
 SLOW = Link(bytes_per_s=2e9)
@@ -129,6 +129,16 @@ def test_a_prompt_may_be_computed_by_its_decode_worker() -> None:
     assert (first.cached_tokens, second.cached_tokens) == (0, 3 * BLOCK)
     assert first.ttft_s == pytest.approx(cluster.prefill.a + compute_s(cluster.prefill, 0, 3 * BLOCK + 5))
     assert first.prefill == first.decode == "decode-d0"
+
+
+def test_a_prompt_cached_whole_has_its_first_token_from_one_step_of_its_decode_worker() -> None:
+    cluster = small_cluster(keep="decode")
+    rows = [row(at, 3 * BLOCK, (0, 1, 2), 9) for at in (0, 30)]
+    told = Told("decode-d0", "decode-d0")
+    _, second = run(cluster, rows, told, told).outcome.requests
+    load = cluster.prefill.a + cluster.prefill.d * (3 * BLOCK - 1)
+    assert second.cached_tokens == 3 * BLOCK - 1
+    assert second.ttft_s == pytest.approx(load + step_s(cluster.decode, 1, 3 * BLOCK))
 
 
 def test_a_hot_prefix_is_replicated_beside_everything_else() -> None:

@@ -21,9 +21,17 @@ def test_the_slowest_tenth_is_that_of_all_gaps_written_out(
         gaps.add(Run(steps, 1, 1, first, slope))
     written = [[first + slope * i for i in range(steps)] for steps, first, slope in runs[begin:]]
     if not written:
-        assert gaps.slowest_s(begin, len(runs), []) is None
+        assert gaps.slowest_s([(begin, len(runs))], []) is None
         return
     written[0][0] += wait
     flat = sorted(gap for run in written for gap in run)
     n = ceil(len(flat) / 10)
-    assert gaps.slowest_s(begin, len(runs), [(begin, wait)]) == pytest.approx(sum(flat[-n:]) / n)
+    assert gaps.slowest_s([(begin, len(runs))], [(begin, wait)]) == pytest.approx(sum(flat[-n:]) / n)
+
+
+def test_of_a_sequence_that_was_out_of_the_batch_its_absence_is_one_gap_and_others_steps_none() -> None:
+    gaps = Gaps()
+    for first in (0.01, 0.5, 0.02):
+        gaps.add(Run(5, 1, 1, first, 0.0))
+    assert gaps.slowest_s([(0, 1), (2, 3)], [(2, 2.5)]) == pytest.approx(2.52)
+    assert gaps.slowest_s([(0, 1), (2, 3)], []) == pytest.approx(0.02)
