@@ -40,6 +40,8 @@ IDLE_AT_ZERO = (
     "tickets",
     "pins",
     "bookings",
+    "waiting",
+    "waiting_at_conductors",
 )
 
 
