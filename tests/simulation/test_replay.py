@@ -159,3 +159,17 @@ def test_a_known_replay_comes_to_known_figures() -> None:
         "seconds": 66.885688999,
     }
     assert {name: value for name, value in outcome.figures().items() if name in known} == pytest.approx(known, rel=1e-6)
+
+
+def test_sequences_that_outgrow_the_pages_are_preempted_computed_again_and_answered() -> None:
+    rows = [TraceRow(100.0 * n, 1_000, 2_000, (2 * n, 2 * n + 1), n + 1) for n in range(12)]
+    plain = small_cluster()
+    wide = replay(plain, rows)
+    decode = plain.decode.model_copy(update={"growth_reserve": 0.0})
+    narrow = replay(plain.changed(groups=(group("prefill"), group("decode", device_tokens=14_000)), decode=decode), rows)
+    assert narrow.figures()["served"] == 12.0
+    assert narrow.counters["preemptions"] > 0 == wide.counters["preemptions"]
+    assert {what: n for what, n in narrow.leaks.items() if n} == {}
+    slowest = [max(r.tbt_s or 0.0 for r in outcome.requests) for outcome in (wide, narrow)]
+    assert slowest[1] > slowest[0]
+    assert sum(r.wasted_s for r in narrow.requests) == 0.0
