@@ -154,7 +154,7 @@ class Board:
             self.load[i] = len(worker.attempts) + coming.jobs
         else:
             self.batch[i] = len(worker.attempts) + coming.sequences
-            self.context[i] = sum(a.prompt_tokens for a in worker.attempts) + coming.context_tokens
+            self.context[i] = sum(a.prompt_tokens + a.output_tokens for a in worker.attempts) + coming.context_tokens
             self.load[i] = self.batch[i]
         self.to_compute[i] = sum(worker.prompt_left(a) for a in worker.attempts) + coming.prefill_tokens
         self.room[i] = worker.free_tokens - coming.context_tokens

@@ -9,6 +9,8 @@ from moonpool.core.placement import Placement, Source
 from moonpool.scheduler.costs import Plan, least, step_at
 from moonpool.scheduler.policy import Asked, Choice
 
+DECODE_TIE = 0.01  # near its target a step has no five per cent to give away
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -95,7 +97,7 @@ def decoder_for(asked: Asked, prefill: int) -> int | None:
     """The decode worker with the shortest step for a prompt computed at row ``prefill``; itself, where it has both roles."""
     if asked.board.both[prefill]:
         return prefill
-    return least(asked.decode.tbt, asked.decodes, asked.board)
+    return least(asked.decode.tbt, asked.decodes, asked.board, tie=DECODE_TIE)
 
 
 def choice_of(placed: Placement, asked: Asked) -> Choice | None:

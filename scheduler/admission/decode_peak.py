@@ -29,11 +29,10 @@ def decode_peak(asked: Asked, row: int, first_token_s: float, window_s: float, p
     a, b, c = (float(x) for x in board.step_fit[:, row])
     attempts = board.workers[row].attempts
     batch = int(board.batch[row]) + 1.0
-    produced = sum(attempt.output_tokens for attempt in attempts)
     others = max(1, int((board.decode_only | board.both).sum()))  # who waits for a prefill worker goes to any of them
     batch += asked.waiting / others
     grown = (len(attempts) * first_token_s + batch * window_s) / pace_s
-    context = int(board.context[row]) + produced + asked.waiting_tokens / others + tokens + grown
+    context = int(board.context[row]) + asked.waiting_tokens / others + tokens + grown
     reach = float(board.step_reach[row])
     alone = a + b + c * min(tokens + window_s / pace_s, reach)
     return Peak(alone, a + b * batch + c * min(context, reach), reach > 0.0)

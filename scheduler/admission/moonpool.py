@@ -61,7 +61,7 @@ class MoonpoolAdmission:
 
     def __init__(
         self,
-        chance: float = 0.07,
+        chance: float = 0.25,
         window_s: float = 5.0,
         reserve: float = 0.1,
         fair: float = 0.2,

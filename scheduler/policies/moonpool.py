@@ -23,6 +23,7 @@ from moonpool.scheduler.costs import TIE_S, least, work_seconds
 from moonpool.scheduler.fetching import fetching
 from moonpool.scheduler.policy import Asked, Choice, Waiting
 
+PRESSED = 0.8  # of its target: a step that would already take longer now
 SOURCES = 2  # holders compared for one request; they take turns
 
 
@@ -79,7 +80,11 @@ class Moonpool:
         if self.decode_window_s <= 0.0 or asked.board.both[row]:
             return decoder_for(asked, row)
         ahead = asked.board.ahead(asked.now + ttft, self.decode_window_s, asked.prompt.tokens)
-        return least(ahead.step_s, asked.decodes, asked.board)
+        found = least(ahead.step_s, asked.decodes, asked.board)
+        target_ms = asked.request.targets.tbt_ms
+        if found is None or target_ms is None or asked.decode.tbt[found] * 1e3 <= PRESSED * target_ms:
+            return found
+        return decoder_for(asked, row)  # whoever leaves, others are about to take the room
 
     def key(self, waiting: Waiting) -> float:
         return self.size_weight * waiting.work_s + self.age * waiting.arrived
