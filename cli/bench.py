@@ -257,11 +257,6 @@ def _pairs(settings: list[str] | None) -> dict[str, str]:
     return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
 
 
-def _pairs(settings: list[str] | None) -> dict[str, str]:
-    """``--set`` of a bench, for the cluster that it starts; that cluster says what is wrong with them."""
-    return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
-
-
 def _chosen(given: dict[str, Any]) -> dict[str, Any]:
     """Options left out keep the measurement's own defaults."""
     return {name: value for name, value in given.items() if value is not None}
