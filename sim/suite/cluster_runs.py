@@ -98,6 +98,7 @@ def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
         "failed": figures["failed"],
         "hit_rate": figures["hit_share"],
         "mean_ttft_s": figures["ttft_mean_s"],
+        "mean_joined_s": sum((r.ttft_s or 0.0) + r.handoff_s for r in begun) / max(len(begun), 1),
         "p50_ttft_s": figures["ttft_p50_s"],
         "p90_ttft_s": figures["ttft_p90_s"],
         "p99_ttft_s": figures["ttft_p99_s"],
