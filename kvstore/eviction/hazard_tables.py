@@ -26,7 +26,7 @@ PHASES = np.searchsorted(np.array([20.0, 60.0, 180.0, 600.0]), EDGES[:-1], side=
 PHASE_COUNT = int(PHASES[-1]) + 1
 SWEEPS = 3
 STRENGTH = 8.0  # returns that the prior of a code's factor weighs
-PHASE_STRENGTH = 20.0  # returns that a code's factor of all ages weighs in each phase
+PHASE_STRENGTH = 10.0  # returns that a code's factor of all ages weighs in each phase
 BASE_STRENGTH = 200.0  # requests at risk that the neighbouring bin weighs
 LEAST_HAZARD, MOST_HAZARD = 1e-6, 0.9
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from moonpool.kvstore.eviction.hazard_tables import BINS, EDGES, Sample, Tables
 
 REMEMBERED = 1 << 13  # requests learned from, the newest: a fit over all of them stops the node for about 40 ms
-HALF_LIVES = (16_000.0, 500.0)  # requests after which one weighs half: the long memory, the short one
-MARGIN = 5.0  # of log-likelihood, by which the short memory must win: it knows less
+HALF_LIVES = (16_000.0, 250.0)  # requests after which one weighs half: the long memory, the short one
+MARGIN = 15.0  # of log-likelihood, by which the short memory must win: it knows less
 KEPT = 0.9  # weight of earlier scores at each fit
 LEAST_RETURNS = 8
 
