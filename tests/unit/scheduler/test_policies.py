@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cluster_of_members import BLOCK, Cluster, keys
+from support.cluster_of_members import BLOCK, Cluster, keys, split
 
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.events import Tier
@@ -17,11 +20,16 @@ from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import LiveAttempt
 from moonpool.core.placement import Later, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.actions import Bound
+from moonpool.scheduler.choice import decoder_for
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.policies.draws import draw
+from moonpool.scheduler.policies.early import Early
 from moonpool.scheduler.policies.make import POLICIES, make_policy
+from moonpool.scheduler.policies.pairing import pair
+from moonpool.scheduler.policy import Asked, Choice
 
 ALL = sorted(POLICIES)
+DOCS = Path(__file__).parents[3] / "docs" / "placement.md"
 
 
 def ask(
@@ -166,3 +174,21 @@ def test_an_unknown_policy_or_setting_is_named() -> None:
         make_policy("algorithm1", {"age": 1.0})
     with pytest.raises(InvalidRequest, match="age is nan; give 0 or more"):
         make_policy("moonpool", {"age": float("nan")})
+
+
+def test_every_policy_and_number_is_described() -> None:
+    text = DOCS.read_text()
+    for name in ALL:
+        assert f"| `{name}` |" in text
+        for setting in set(signature(POLICIES[name]).parameters) - {"seed"}:
+            assert f"`{setting}`" in text or name == "dynamo_cost", f"{name}: {setting}"
+
+
+def test_the_policy_in_the_guide_works() -> None:
+    code = DOCS.read_text().split("```python\n")[1].split("```")[0]
+    names = {"Asked": Asked, "Choice": Choice, "Early": Early, "decoder_for": decoder_for, "np": np, "pair": pair}
+    exec(code, names)
+    cluster = split(prefills=3)
+    cluster.conductor.policy = names["LongestMatch"]()  # type: ignore[operator]
+    cluster.stored("prefill-1", keys(1, 3), tier=Tier.G1)
+    assert cluster.placed("r", 4 * BLOCK, prompt=keys(1, 4)).prefill.id == "prefill-1"
