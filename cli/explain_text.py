@@ -35,6 +35,10 @@ def _decision(told: Told) -> str:
     ]
     if told.get("refused") is not None:
         lines.append(f"  {told['refused']['message']}; try again after {told['refused']['retry_after_s']:.1f} s")
+    if told.get("judged"):
+        lines.append(
+            "  judged: " + ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in told["judged"].items())
+        )
     lines += _sources(told)
     if "prefill_candidates" in told:
         lines += _table(told["prefill_candidates"], PREFILL, told["prefill_considered"], "prefill")

@@ -19,7 +19,7 @@ from moonpool.core.membership import Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.actions import Action, Bound, Resync, SwitchRole
 from moonpool.scheduler.admission.certain import Certain
-from moonpool.scheduler.admission.policy import Admission
+from moonpool.scheduler.admission.policy import Admission, Judging
 from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
@@ -83,6 +83,7 @@ class Conductor:
         self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)
         self._bound_at = 0.0
         self._more_at: float | None = None
+        self._judging = self.admission if isinstance(self.admission, Judging) else None
         self._out: list[Action] = []
         self._placements = 0
         self._asked = 0
@@ -274,12 +275,18 @@ class Conductor:
     def _decide(self, asked: Asked, choice: Choice, record: Decision, *, admit: bool) -> Placement | Refusal:
         option = predict(asked, choice)
         self._note(asked, record, option)
-        if admit and (refused := self.admission.admit(asked, option)) is not None:
+        if admit and (refused := self._admit(asked, option, record)) is not None:
             record.outcome = self._refused(refused)
             return refused
         record.outcome = placement = self._book(asked, option)
         self._out += self.policy.follow_up(asked, choice)
         return placement
+
+    def _admit(self, asked: Asked, option: Option, record: Decision) -> Refusal | None:
+        refused = self.admission.admit(asked, option)
+        if self._judging is not None:
+            record.judged = self._judging.judged
+        return refused
 
     def _note(self, asked: Asked, record: Decision, option: Option) -> None:
         record.option = option
@@ -378,7 +385,7 @@ class Conductor:
         option = predict(asked, choice, max(float(busy[choice.prefill]), outlook.wait_s))
         asked.delayed = outlook.delayed
         self._note(asked, record, option)
-        if (refused := self.admission.admit(asked, option)) is not None:
+        if (refused := self._admit(asked, option, record)) is not None:
             record.outcome = self._refused(refused)
             return refused
         self._queue.add(waiting, key)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ class Decision:
     deepest: int = 0  # leading blocks held by somebody's pool
     holders: tuple[NodeId, ...] = ()
     flows: int = 0  # transfers under way when it was decided
+    judged: Mapping[str, float] = field(default_factory=dict)  # the admission's numbers
     actual: Finished | None = None
 
     @property
@@ -110,6 +112,7 @@ class Decision:
             "asked": {**asked, "blocks": self.blocks},
             "held": {"deepest_blocks": self.deepest, "holders": list(self.holders)},
             "waited_ms": self.waited_s * 1e3,
+            "judged": dict(self.judged),
         }
         if self.prefill is not None:
             out["prefill_candidates"] = self.prefill.rows(PREFILL_COLUMNS)

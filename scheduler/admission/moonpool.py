@@ -7,6 +7,7 @@ tenants that had more than their fair share. What nothing sure can be said of is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moonpool.core.errors import Reason
@@ -81,6 +82,7 @@ class MoonpoolAdmission:
         self._board: Board | None = None  # whose offers the ledger knows
         self._accepted: dict[tuple[str, int], _Accepted] = {}
         self._lengths = OutputLengths()
+        self.judged: Mapping[str, float] = {}
         self._answer_tokens, self._answers = FIRST_ANSWER_TOKENS, 0
 
     @property
@@ -100,7 +102,15 @@ class MoonpoolAdmission:
         kept = 1.0
         for judged in (ttft, tbt):
             kept *= 1.0 if judged is None else 1.0 - judged.chance
-        kept *= 1.0 - self.ttft_curve.chance(asked.pressed) if asked.pressed else 1.0  # others would miss theirs
+        others = self.ttft_curve.chance(asked.pressed) if asked.pressed else 0.0  # of somebody who waits, for its sake
+        kept *= 1.0 - others
+        self.judged = {
+            "ttft_chance": 0.0 if ttft is None else ttft.chance,
+            "tbt_chance": 0.0 if tbt is None else tbt.chance,
+            "others_chance": others,
+            "chance_allowed": self._chance,
+            "withheld_share": withheld.share,
+        }
         if 1.0 - kept > self._chance:
             return self._refuse(asked, option, ttft, tbt, withheld)
         self._accept(asked, option, ttft, tbt)
@@ -137,6 +147,9 @@ class MoonpoolAdmission:
         if tbt is not None and tbt.chance > 0.0:
             parts.append(f"predicted time between tokens {tbt.told} at {names[option.decode]}")
             retry_s = max(retry_s, self._departed_s(asked, option.decode, tbt, withheld))
+        if asked.pressed and self.judged["others_chance"] > 0.0:
+            parts.append(f"with it a request that waits already would use {asked.pressed:.2f} of its target")
+            retry_s = max(retry_s, option.work_s)
         parts.append(f"requests are let in up to a chance of {self._chance:.2f}")
         if withheld.text:
             parts.append(withheld.text)

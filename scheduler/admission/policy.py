@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from moonpool.core.placement import Finished, Refusal
 from moonpool.scheduler.choice import Option
@@ -20,3 +21,10 @@ class Admission(Protocol):
 
     def finished(self, done: Finished, now: float) -> None:
         """An attempt is over, however it ended."""
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """An admission that tells the numbers of its newest verdict, for the decision's record."""
+
+    judged: Mapping[str, float]
