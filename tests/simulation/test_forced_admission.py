@@ -13,7 +13,7 @@ from moonpool.scheduler.choice import Option
 from moonpool.scheduler.policies.make import make_policy
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policy import Asked
-from moonpool.sim.forced import ForcedOutcome, force_refused
+from moonpool.sim.forced import ForcedOutcome, Others, force_refused
 from moonpool.sim.run import simulate
 
 
@@ -45,6 +45,17 @@ class Falls(Everything):
     def finished(self, done: object, now: float) -> None:
         if getattr(done, "request", "") == "r3":
             raise RuntimeError("fell over")
+
+
+class Jealous(Everything):
+    """Refuses one request, and falls over when asked about others while that one is there."""
+
+    def admit(self, asked: Asked, option: Option) -> Refusal | None:
+        if asked.request.request == "r3":
+            return Refusal(Reason.OVERLOADED, "request 3 is refused", 1.0)
+        if any(attempt.request == "r3" for worker in asked.board.workers for attempt in worker.attempts):
+            raise RuntimeError("it is here")
+        return None
 
 
 def forced(admission: object, *, every_s: float, samples: int = 6, tokens: int = 6_000) -> ForcedOutcome:
@@ -86,6 +97,20 @@ def test_the_world_goes_on_as_if_nobody_had_been_forced_in() -> None:
     assert [asdict(r) for r in found.base.requests] == [asdict(r) for r in plain.requests]
     refused = {r.row for r in plain.requests if r.refused is not None}
     assert {one.row for one in found.forced} <= refused
+
+
+@pytest.mark.parametrize("others", ["as before", "adapt"])
+def test_the_admission_decides_about_later_requests_only_where_it_is_to_adapt(others: Others) -> None:
+    def force() -> ForcedOutcome:
+        return force_refused(
+            conversations(30, every_s=0.3), small_cluster(), policy=PooledMinTtft, admission=Jealous, others=others
+        )
+
+    if others == "adapt":
+        with pytest.raises(Bug, match="ended without a word"):
+            force()
+    else:
+        assert [(one.row, one.met) for one in force().forced] == [(3, True)]
 
 
 def test_equal_seeds_force_the_same_requests_and_find_the_same() -> None:
