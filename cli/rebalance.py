@@ -28,7 +28,7 @@ def rebalance(
     switch: Annotated[
         list[str] | None, typer.Option("--switch", metavar="WORKER=ROLE", help="This worker instead; may be repeated.")
     ] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for all of them.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for all of them.")] = 180.0,
     as_json: AsJson = False,
 ) -> None:
     """Show which workers should change between prefill and decode, and why; ``--apply`` does it.

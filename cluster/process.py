@@ -16,7 +16,7 @@ from moonpool.cluster.face import Face
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.reporter import Reporter
-from moonpool.cluster.role_switch import DRAIN_S, checked_role, drained, keep_role
+from moonpool.cluster.role_switch import checked_role, drained, keep_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Incarnation, Role
@@ -203,7 +203,7 @@ class Process:
     # another role
 
     def switch(self, role: str, drain_s: float = 0.0) -> None:
-        """Begins to drain, for ``drain_s`` at most (0: the default), then leaves and comes back in ``role``.
+        """Begins to drain, for ``drain_s`` at most (0: as long as a request may take), then leaves and comes back in ``role``.
 
         Busy while it starts, ends or switches already; InvalidRequest where it has no other role.
         """
@@ -211,7 +211,7 @@ class Process:
         unready = not self._member.ready or self._switching is not None or self._ended.done()
         if made is None or made.again is None or peers is None or unready:
             raise Busy(f"{self.spec.member} is not ready: it starts, ends or switches already", peer=self.spec.member)
-        work = self._switch(made, made.again, peers, to, drain_s or DRAIN_S)
+        work = self._switch(made, made.again, peers, to, drain_s or self.spec.config.timing.request_budget_ms / 1e3)
         self._switching = asyncio.create_task(work, name="process-switch")
 
     async def _switch(self, made: Made, again: Again, peers: Membership, role: Role, drain_s: float) -> None:

@@ -19,7 +19,6 @@ from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Member, Service
 
 SWITCHABLE = (Role.PREFILL, Role.DECODE)
-DRAIN_S = 30.0  # where the asker names no limit
 QUIET_S = 0.6  # nothing is there for so long: what was placed before readiness ended has arrived, or goes elsewhere
 LOOK_S = 0.1
 FOLDER = "roles"

@@ -28,7 +28,7 @@ class SwitchRoleRequest(message.Message):
     role: builtins.str
     """prefill or decode"""
     drain_ms: builtins.int
-    """running requests have so long to finish; what is left then moves"""
+    """running requests have so long to finish, what is left then moves; 0: as long as one may take"""
     def __init__(
         self,
         *,
