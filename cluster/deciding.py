@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
+from types import MappingProxyType
 
 from moonpool.cluster.role_moves import make_planner
 from moonpool.core.config import Config, SchedulerConfig
@@ -15,6 +17,10 @@ from moonpool.scheduler.policy import Policy
 from moonpool.scheduler.prefill_queue import Rule
 
 COLOCATED_CHUNKS = 4  # steps that running sequences wait longer in, at most, for one prompt
+
+# What a real cluster needs beside the policy's own defaults: a placement takes this long to reach its prefill worker, by way
+# of gateway and decode worker, and until then a worker bound when it is free stands idle.
+LIVE: Mapping[str, Mapping[str, float]] = MappingProxyType({"moonpool": {"lookahead_s": 0.03}})
 
 
 def policy_of(scheduler: SchedulerConfig, chunk_tokens: int = 512) -> Policy:

@@ -144,3 +144,26 @@ def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     for values in sections().values():
         assert values.model_config["frozen"] is True
         assert values.model_config["extra"] == "forbid"
+
+
+def test_a_policy_and_its_numbers_come_from_any_source(tmp_path: Path) -> None:
+    file = _file(tmp_path, "[scheduler]\npolicy = 'local_min_ttft'\n[scheduler.admission_settings]\nchance = 0.02\n")
+    config, _ = load_config(file, {"MOONPOOL_SCHEDULER_ORDER": "shortest"}, {"scheduler.policy_settings": "{}"})
+    assert (config.scheduler.policy, config.scheduler.order) == ("local_min_ttft", "shortest")
+    assert config.scheduler.admission_settings == {"chance": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("scheduler.policy", "clairvoyant", "'clairvoyant' is none of"),
+        ("scheduler.admission", "bouncer", "'bouncer' is none of"),
+        ("scheduler.policy_settings", '{"lookahed_s": 1}', "moonpool has no 'lookahed_s'; it has"),
+        ("scheduler.admission_settings", '{"chance": -1}', "chance is -1"),
+        ("scheduler.policy_settings", '{"age": "old"}', "scheduler.policy_settings"),
+        ("scheduler.order", "random", "scheduler.order"),
+    ],
+)
+def test_a_policy_that_does_not_exist_or_has_no_such_number_is_refused_by_name(key: str, value: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, {}, {key: value})
