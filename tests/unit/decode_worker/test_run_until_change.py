@@ -91,9 +91,8 @@ def test_steps_at_once_do_what_steps_one_by_one_do(
     fast.take(done)
     assert (run is None) == (promised is None)
     if run is None:
-        before = slow.batcher.preemptions
-        slow.batcher.plan()
-        assert slow.batcher.preemptions > before or not any(s.phase is Phase.RUNNING and s.left == 1 for s in slow.sequences)
+        step = slow.batcher.plan()
+        assert slow.batcher.preemptions > 0 or step is None, "one by one they could go on"
         return
     seconds = step_one_by_one(slow, run.steps)
     assert slow.batcher.preemptions == 0
