@@ -11,7 +11,7 @@ from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.planner import Planner, Settings
 from moonpool.scheduler.policies.make import make_policy
-from moonpool.sim.cluster import Group, SimCluster, Ssd, TargetsS, read_cluster
+from moonpool.sim.cluster import Group, SimCluster, SimModel, Ssd, TargetsS, read_cluster
 from moonpool.sim.costs import prefill_s
 from moonpool.sim.outcome import Load, Outcome, RequestOutcome
 from moonpool.sim.run import DECISIONS_KEPT, Simulation
@@ -27,7 +27,7 @@ def cluster_of(run: ClusterRun) -> SimCluster:
     base = read_cluster("llama70b_prefill" if run.workload.one_token else name)
     return base.changed(
         groups=tuple(_group(group, run) for group in base.groups),
-        model=base.model.model_copy(update={"kv_bytes_per_token": _kv_bytes(base.model.kv_bytes_per_token * run.kv_bytes)}),
+        model=base.model.model_copy(update={"kv_bytes_per_token": _kv_bytes(base.model, run.kv_bytes)}),
         prefill=base.prefill.model_copy(update={key: getattr(base.prefill, key) * run.prefill_factor for key in "abcd"}),
         link=base.link.model_copy(update={"bytes_per_s": run.link_bytes_per_s}),
         ssd=Ssd(read_bytes_per_s=run.ssd_read_bytes_per_s, write_bytes_per_s=run.ssd_read_bytes_per_s)
@@ -48,8 +48,9 @@ def _group(group: Group, run: ClusterRun) -> Group:
     return group.model_copy(update={"count": run.decode, "pool_tokens": pool})
 
 
-def _kv_bytes(wanted: float) -> int:
-    return int(wanted) // 4 * 4  # two bytes each of key and value
+def _kv_bytes(model: SimModel, share: float) -> int:
+    least = 4 * model.layers  # two bytes each of key and value in every layer
+    return int(model.kv_bytes_per_token * share) // least * least
 
 
 def replay(run: ClusterRun, traces: Path | None) -> Outcome:

@@ -30,6 +30,13 @@ def test_a_run_becomes_the_cluster_that_its_settings_say() -> None:
     assert not cluster.targets.sent
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.508, 0.3])
+def test_compressed_kv_still_divides_into_layers(share: float) -> None:
+    model = cluster_of(ClusterRun(workload=Workload(trace="made"), kv_bytes=share)).model
+    assert model.kv_bytes_per_token == pytest.approx(327_680 * share, rel=0.002)
+    assert model.layout(model.layers).block_bytes > 0
+
+
 def test_what_is_not_said_is_the_papers_cluster() -> None:
     cluster = cluster_of(ClusterRun(workload=Workload(trace="made"), admission="early"))
     assert [(group.role, group.count) for group in cluster.groups] == [("prefill", 8), ("decode", 8)]
