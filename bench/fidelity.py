@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moonpool.bench.local_cluster import SPLIT, LocalCluster, local_cluster
 from moonpool.bench.machine import machine_facts
@@ -167,12 +168,24 @@ def fits_of(entries: Sequence[Entry], overhead_s: float) -> Fits:
         step.add(measured)
     if not (prefill.fit.sure and step.fit.sure):
         raise ConfigError(f"bench: {len(prefills)} prefills and {len(steps)} steps were measured; too few", param="bench")
-    a, b, c, d = prefill.fit.coefficients
-    computed = [(t.prompt_tokens, min(t.cached_tokens, t.prompt_tokens), t.loaded_tokens, t.seconds) for t in prefills]
-    ratios = [seconds / (a + b * (n - p) + c * (n * n - p * p) + d * loaded) for n, p, loaded, seconds in computed]
-    low, high = np.quantile(np.log(ratios), (0.16, 0.84))
+    prefill_ratios = [timing.seconds / float(_features(timing) @ np.array(prefill.fit.coefficients)) for timing in prefills]
+    step_ratios = [t.seconds / float(np.dot((1.0, t.batch, t.context_tokens), step.fit.coefficients)) for t in steps]
+    low, high = np.quantile(np.log(prefill_ratios), (0.16, 0.84))
     noise = float(np.clip((high - low) / 2.0, 0.0, MOST_NOISE))
-    return Fits(prefill.fit.coefficients, step.fit.coefficients, overhead_s, noise)
+    return Fits(
+        _centred(prefill.fit.coefficients, prefill_ratios), _centred(step.fit.coefficients, step_ratios), overhead_s, noise
+    )
+
+
+def _features(timing: PrefillTiming) -> NDArray[np.float64]:
+    n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
+    return np.array((1.0, n - p, n * n - p * p, timing.loaded_tokens), np.float64)
+
+
+def _centred(coefficients: Sequence[float], ratios: Sequence[float]) -> tuple[float, ...]:
+    """So that half of what was measured lies above: fits of relative errors lean to the fast side where much strays."""
+    middle = float(np.median(ratios))
+    return tuple(middle * one for one in coefficients)
 
 
 def simulated_cluster(fits: Fits) -> SimCluster:

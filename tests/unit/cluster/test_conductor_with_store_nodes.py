@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ class Watched(ConductorService):
         request = PlaceRequest("r", 1, tuple(KEYS), len(KEYS) * LAYOUT.block_tokens, 4)
         answer = self.conductor.place(request, 0.0)
         assert isinstance(answer, Placement), answer
-        return answer.segments
+        return tuple(replace(segment, move=False) for segment in answer.segments)
 
 
 def folder(parent: Path, node: str) -> Path:
