@@ -199,7 +199,7 @@ class Conductor:
             refusal = Refusal(Reason.NO_PATH, f"policy {self.policy.name} found no worker for the request", FULL_RETRY_S)
             record.outcome = self._refused(refusal)
             return refusal
-        if self.policy.late and not self._free(asked, choice.prefill):
+        if self.policy.late and (choice.hold or not self._free(asked, choice.prefill)):
             return self._wait(asked, choice, record)
         return self._decide(asked, choice, record, admit=True)
 
@@ -405,15 +405,16 @@ class Conductor:
             self._out.append(Bound(waiting.request.request, waiting.request.attempt, answer))
 
     def _bound(self, waiting: Waiting, now: float) -> Placement | Refusal | None:
-        """None: the worker it had better run on is busy."""
+        """None: the worker it had better run on is busy, or it is held back."""
         asked = self._ask(waiting.request, now)
         if isinstance(asked, Refusal):
             self._open(waiting).outcome = self._refused(asked)
             return asked
-        if self._queue.is_pressing(waiting, now):
+        asked.waited_s = now - waiting.arrived
+        if pressing := self._queue.is_pressing(waiting, now):
             asked.usable = _only(asked.usable, asked.board.busy_until <= now + self.policy.lookahead_s)
         choice = self.policy.choose(asked) if asked.usable.prefills.any() else None
-        if choice is None or not self._free(asked, choice.prefill):
+        if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.prefill):
             return None
         return self._decide(asked, choice, self._open(waiting), admit=False)
 

@@ -40,6 +40,7 @@ class Asked:
     waiting: int = 0  # requests let in and not bound to workers yet, which no row of the board counts
     waiting_tokens: int = 0  # of their prompts
     delayed: tuple[tuple[Waiting, float], ...] = ()  # who waits and would be delayed by this one: TTFT in seconds then
+    waited_s: float = 0.0  # since its arrival
 
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
@@ -114,6 +115,7 @@ class Choice:
     source: NodeId | None = None
     front: int = 0
     move: bool = False  # the source's copy is the first to be evicted once it has arrived
+    hold: bool = False  # nobody can decode it inside its target yet: a late policy had better wait
 
 
 @dataclass(slots=True)

@@ -41,6 +41,8 @@ class Moonpool:
     colocate: float = 0.0  # prompt tokens, at most, that a decode worker computes itself where that is sooner; 0: none
     chunk: float = 512.0  # of them in one of its steps
     decode_window_s: float = 15.0  # in which a decode worker's steps count, from the first token on; 0: its step of now
+    room: float = 0.95  # of its target for gaps: a prompt whose steps would be longer is held back; 0: none is
+    held: float = 0.5  # of its target for the first token, at most
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
 
     def choose(self, asked: Asked) -> Choice | None:
@@ -55,11 +57,12 @@ class Moonpool:
         own = colocated(asked, Limits(int(self.chunk), int(self.colocate))) if self.colocate else None
         if own is not None and own.ttft_s - asked.overhead_s < ttft[row] - TIE_S:
             return own.choice
+        hold = self._crowded(asked, decode)
         if plan is None or plan.ttft[row] > ttft[row] or plan.ttft[row] >= alone[row]:
-            return Choice(row, decode, asked.local_blocks(row))
+            return Choice(row, decode, asked.local_blocks(row), hold=hold)
         source = plan.sources[plan.source[row]]
         moves = self.move > 0 and asked.sharing < self.hot
-        return Choice(row, decode, asked.held.anywhere, source, int(plan.front[row]), moves)
+        return Choice(row, decode, asked.held.anywhere, source, int(plan.front[row]), moves, hold)
 
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
@@ -85,6 +88,17 @@ class Moonpool:
         if found is None or target_ms is None or asked.decode.tbt[found] * 1e3 <= PRESSED * target_ms:
             return found
         return decoder_for(asked, row)  # whoever leaves, others are about to take the room
+
+    def _crowded(self, asked: Asked, decode: int) -> bool:
+        """Its steps would be too long with all that run there and are on their way: better to begin once some have left.
+
+        For no longer than a part of the target for the first token, which waiting uses up.
+        """
+        board, targets = asked.board, asked.request.targets
+        if not self.room or targets.tbt_ms is None or targets.ttft_ms is None or board.both[decode]:
+            return False
+        crowded = asked.decode.tbt[decode] * 1e3 > self.room * targets.tbt_ms and board.batch[decode] > 0
+        return bool(crowded and board.step_reach[decode] > 0.0 and asked.waited_s * 1e3 < self.held * targets.ttft_ms)
 
     def key(self, waiting: Waiting) -> float:
         return self.size_weight * waiting.work_s + self.age * waiting.arrived

@@ -52,7 +52,7 @@ def test_more_meet_their_targets_than_under_the_published_rules_and_nothing_is_c
         assert ours["met"] >= theirs["met"], name
         assert ours["met_tokens"] >= theirs["met_tokens"], name
     assert ours["wasted_prefill_s"] == 0.0
-    assert others["baseline"]["wasted_prefill_s"] > 10.0
+    assert others["baseline"]["wasted_prefill_s"] > 5.0
 
 
 def test_a_giant_prompt_is_let_into_an_idle_cluster_and_short_ones_after_it() -> None:

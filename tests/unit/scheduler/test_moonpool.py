@@ -11,7 +11,9 @@ from moonpool.core.events import BlockChange, BlockEvent, EventBatch, Tier
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import LiveAttempt, Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Later, Placement, PlaceRequest, Segment, Source
+from moonpool.core.request import Targets
 from moonpool.scheduler.actions import Action, Bound, Prefetch, Replicate
+from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.policies.make import make_policy
@@ -409,3 +411,41 @@ def test_only_so_many_are_asked_about_in_vain_for_one_free_worker() -> None:
     cluster.conductor.policy = Counted()  # type: ignore[assignment]
     assert due(cluster) == []
     assert 0 < asked <= 16
+
+
+def crowded(**numbers: float) -> Cluster:
+    """Steps of the decode worker take 60 ms."""
+    cluster = apart(**numbers)
+    cluster.conductor.admission = make_admission("none", {})
+    cluster.report("decode-0", [LiveAttempt(f"d{i}", 1, 10, 1_000) for i in range(40)])
+    return cluster
+
+
+def test_a_prompt_is_held_back_until_somebody_can_decode_it_inside_its_target() -> None:
+    cluster = crowded()
+    wanted = PlaceRequest("r", 1, (), 100, 32, Targets(10_000.0, 50.0))
+    assert isinstance(cluster.conductor.place(wanted, cluster.now), Later)
+    assert isinstance(ask(cluster, "carries no targets", 100), Placement)
+    cluster.now += 1.0
+    assert not due(cluster)
+    cluster.report("decode-0", [LiveAttempt(f"d{i}", 1, 10, 1_000) for i in range(20)])
+    cluster.now += 0.01
+    assert not due(cluster), "bound by the report itself"
+    assert cluster.gauge("waiting") == 0
+    assert cluster.gauge("bookings") == 2
+
+
+def test_nobody_is_held_back_for_longer_than_its_part_of_the_target_for_the_first_token() -> None:
+    cluster = crowded(held=0.5)
+    wanted = PlaceRequest("r", 1, (), 100, 32, Targets(10_000.0, 50.0))
+    assert isinstance(cluster.conductor.place(wanted, cluster.now), Later)
+    cluster.now += 4.9
+    assert not due(cluster)
+    cluster.now += 0.2
+    assert [request for request, _ in due(cluster)] == ["r"]
+
+
+def test_nobody_is_held_back_where_room_is_not_asked_for() -> None:
+    cluster = crowded(room=0.0)
+    wanted = PlaceRequest("r", 1, (), 100, 32, Targets(10_000.0, 50.0))
+    assert isinstance(cluster.conductor.place(wanted, cluster.now), Placement)
