@@ -110,6 +110,7 @@ def cluster_figures(run: ClusterRun, traces: Path | None) -> dict[str, float]:
         "mean_tbt_s": figures["tbt_mean_s"],
         "p90_tbt_s": figures["tbt_p90_s"],
         "tbt_share": _tbt_share(begun, run.tbt_limit_s),
+        "tbt_share_of_all": _tbt_share(requests, run.tbt_limit_s),
         "refused": figures["refused"],
         "refused_late": float(sum(r.refused is not None and r.prefill_s > 0.0 for r in requests)),
         "prefill_s": figures["prefill_s"],
@@ -169,10 +170,10 @@ def swing(load: Sequence[Load], until: float) -> float:
     return float(table.std(axis=0).mean())
 
 
-def _tbt_share(begun: Sequence[RequestOutcome], limit_s: float) -> float:
-    """Of those that got more than one token."""
-    known = [r.tbt_s for r in begun if r.tbt_s is not None]
-    return sum(tbt <= limit_s for tbt in known) / len(known) if known else 0.0
+def _tbt_share(requests: Sequence[RequestOutcome], limit_s: float) -> float:
+    """Of those that got, or were refused, more than one token; who was refused or failed has missed."""
+    told = [r for r in requests if r.output_tokens > 1]
+    return sum(r.tbt_s is not None and r.tbt_s <= limit_s for r in told) / len(told) if told else 0.0
 
 
 def _share(requests: Sequence[RequestOutcome], run: ClusterRun) -> float:

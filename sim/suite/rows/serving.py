@@ -47,20 +47,23 @@ def serving_rows() -> Iterator[Row]:
 
 
 def _tbt(trace: TraceName) -> Iterator[Row]:
+    """With our admission, and whoever it refuses has missed; beside it, nobody refused."""
     for speed in SPEEDS:
-        runs = (_run(OURS, trace, speed=speed), _run(OURS, trace, speed=speed, decode_slope="single"))
+        refusing = _refusing(OURS_ADMISSION, trace, speed)
+        runs = (refusing, refusing.model_copy(update={"decode_slope": "single"}), _run(OURS, trace, speed=speed))
         yield Row(
-            f"tbt.{trace}.{speed:g}x", f"share of TBT <= 100 ms, 8P8D, replay speed {speed:g}, {trace}",
-            f"{PAPER_TBT_SHARE[trace]} (paper, 1x)", runs, figure("tbt_share"), Target(least=TBT_SHARE[trace]),
+            f"tbt.{trace}.{speed:g}x", f"share of all with TBT <= 100 ms, 8P8D, replay speed {speed:g}, {trace}",
+            f"{PAPER_TBT_SHARE[trace]} (paper, 1x)", runs, figure("tbt_share_of_all"), Target(least=TBT_SHARE[trace]),
             beside=(
-                ("mean_tbt_s", figure("mean_tbt_s")), ("mean_ttft_s", figure("mean_ttft_s")),
-                ("single_sequence_slope", figure("tbt_share", 1)),
+                ("mean_tbt_s", figure("mean_tbt_s")), ("mean_ttft_s", figure("mean_ttft_s")), ("refused", figure("refused")),
+                ("single_sequence_slope", figure("tbt_share_of_all", 1)),
+                ("nobody_refused", figure("tbt_share", 2)), ("nobody_refused.mean_ttft_s", figure("mean_ttft_s", 2)),
             ),
         )  # fmt: skip
-    shuffled = tuple(_run(OURS, trace, seed=seed) for seed in SEEDS)
+    shuffled = tuple(_refusing(OURS_ADMISSION, trace, 1.0, seed) for seed in SEEDS)
     yield Row(
-        f"tbt.{trace}.shuffled", f"share of TBT <= 100 ms, 8P8D, replay speed 1, mean of three shuffles, {trace}",
-        f"{PAPER_TBT_SHARE[trace]} (paper)", shuffled, mean_of("tbt_share"), Target(least=TBT_SHARE[trace]),
+        f"tbt.{trace}.shuffled", f"share of all with TBT <= 100 ms, 8P8D, replay speed 1, mean of three shuffles, {trace}",
+        f"{PAPER_TBT_SHARE[trace]} (paper)", shuffled, mean_of("tbt_share_of_all"), Target(least=TBT_SHARE[trace]),
     )  # fmt: skip
 
 
