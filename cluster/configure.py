@@ -34,9 +34,9 @@ JSON_KEYS = {
     "store.lossy_for": '["alice"]',
     "scheduler.policy_settings": '{"lookahead_s": 0.5}',
     "scheduler.admission_settings": '{"reserve": 0.1}',
-    "scheduler.planner_settings": '{"period_s": 30}',
+    "scheduler.planner_settings": '{"hold_s": 8}',
 }
-DECIDING = ("policy", "policy_settings", "admission", "admission_settings")
+DECIDING = ("policy", "policy_settings", "admission", "admission_settings", "planner_settings")
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
@@ -233,10 +233,12 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
     if chosen == SchedulerConfig():
         return
     from moonpool.cluster.deciding import admission_of, policy_of
+    from moonpool.cluster.role_moves import planner_settings
 
     try:
         policy_of(scheduler)
         admission_of(scheduler)
+        planner_settings(scheduler)
     except InvalidRequest as e:
         raise ConfigError(e.message, param=e.param) from e
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from moonpool.cluster.role_moves import make_planner
 from moonpool.core.config import Config, SchedulerConfig
+from moonpool.core.errors import InvalidRequest
 from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.admission.policy import Admission
 from moonpool.scheduler.conductor import Conductor
@@ -16,6 +17,7 @@ from moonpool.scheduler.policies.moonpool import Moonpool
 from moonpool.scheduler.policy import Policy
 from moonpool.scheduler.prefill_queue import Rule
 
+SHARES = ("chance", "reserve", "fair")  # admission settings that are parts of one
 COLOCATED_CHUNKS = 4  # steps that running sequences wait longer in, at most, for one prompt
 
 # What a real cluster needs beside the policy's own defaults: a placement takes this long to reach its prefill worker, by way
@@ -25,14 +27,17 @@ LIVE: Mapping[str, Mapping[str, float]] = MappingProxyType({"moonpool": {"lookah
 
 def policy_of(scheduler: SchedulerConfig, chunk_tokens: int = 512) -> Policy:
     """``chunk_tokens``: of prompts in one step of a worker. InvalidRequest names an unknown policy or setting."""
-    settings = dict(scheduler.policy_settings)
+    settings = {**LIVE.get(scheduler.policy, {}), **scheduler.policy_settings}
     if scheduler.colocate and scheduler.policy == Moonpool.name:
         settings = {"colocate": COLOCATED_CHUNKS * chunk_tokens, "chunk": chunk_tokens, **settings}
     return make_policy(scheduler.policy, settings)
 
 
 def admission_of(scheduler: SchedulerConfig) -> Admission:
-    """InvalidRequest names an unknown admission or setting."""
+    """InvalidRequest names an unknown admission or setting, or a share above 1."""
+    for name, value in scheduler.admission_settings.items():
+        if name in SHARES and value > 1.0:
+            raise InvalidRequest(f"scheduler.admission_settings: {name} is {value}; give 0 to 1", param=name)
     return make_admission(scheduler.admission, scheduler.admission_settings)
 
 

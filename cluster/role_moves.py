@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 import grpc
@@ -96,4 +97,15 @@ def make_planner(scheduler: SchedulerConfig) -> Planner | None:
     """As ``scheduler.roles`` says. InvalidRequest naming an unknown setting."""
     if scheduler.roles == "fixed":
         return None
-    return Planner(Settings.of(scheduler.planner_settings), acts=scheduler.roles == "auto")
+    return Planner(planner_settings(scheduler), acts=scheduler.roles == "auto")
+
+
+def planner_settings(scheduler: SchedulerConfig) -> Settings:
+    """InvalidRequest naming an unknown setting, or one that is negative."""
+    for name, value in scheduler.planner_settings.items():
+        if not 0.0 <= value < inf:
+            raise InvalidRequest(f"scheduler.planner_settings: {name} is {value}; give 0 or more", param=name)
+    try:
+        return Settings.of(scheduler.planner_settings)
+    except InvalidRequest as e:
+        raise InvalidRequest(f"scheduler.planner_settings: {e.message}", param=e.param) from e

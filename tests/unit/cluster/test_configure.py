@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cluster.configure import all_keys, describe, load_config, sections, variable_of
-from moonpool.core.config import Config
+from moonpool.cluster.deciding import policy_of
+from moonpool.core.config import Config, SchedulerConfig
 from moonpool.core.errors import ConfigError
+from moonpool.scheduler.policies.moonpool import Moonpool
 
 
 def _file(tmp_path: Path, text: str) -> Path:
@@ -160,6 +162,9 @@ def test_a_policy_and_its_numbers_come_from_any_source(tmp_path: Path) -> None:
         ("scheduler.admission", "bouncer", "'bouncer' is none of"),
         ("scheduler.policy_settings", '{"lookahed_s": 1}', "moonpool has no 'lookahed_s'; it has"),
         ("scheduler.admission_settings", '{"chance": -1}', "chance is -1"),
+        ("scheduler.admission_settings", '{"chance": 25}', "chance is 25.0; give 0 to 1"),
+        ("scheduler.planner_settings", '{"triger": 1}', "scheduler.planner_settings: .*'triger'"),
+        ("scheduler.planner_settings", '{"hold_s": -1}', "scheduler.planner_settings: hold_s is -1"),
         ("scheduler.policy_settings", '{"age": "old"}', "scheduler.policy_settings"),
         ("scheduler.order", "random", "scheduler.order"),
     ],
@@ -167,3 +172,8 @@ def test_a_policy_and_its_numbers_come_from_any_source(tmp_path: Path) -> None:
 def test_a_policy_that_does_not_exist_or_has_no_such_number_is_refused_by_name(key: str, value: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load_config(None, {}, {key: value})
+
+
+def test_a_live_conductor_binds_a_little_before_a_worker_is_free_unless_told_otherwise() -> None:
+    assert policy_of(SchedulerConfig()) == Moonpool(lookahead_s=0.03)
+    assert policy_of(SchedulerConfig(policy_settings={"lookahead_s": 0.0, "age": 0.2})) == Moonpool(lookahead_s=0.0, age=0.2)
