@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ PROFILES = Path(__file__).parent / "machines"
 LENGTHS = (1_024, 8_192, 32_768, 131_072)
 BATCHES = (1, 16, 64)
 CACHED = 0.95
+MAY_BE_0 = ("dram_bytes", "network_bytes_per_s", "ssd_bytes_per_s", "layer_overhead_s")
 Row = tuple[str, ...]
 
 
@@ -31,7 +33,7 @@ def plan(
         list[int] | None, typer.Option("--length", metavar="TOKENS", help="Prompt length; may be repeated.")
     ] = None,
     chunk: Annotated[int, typer.Option("--chunk", metavar="TOKENS", help="Prefill chunk; 0: whole prompts.")] = 0,
-    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="Of the KV cache; without it the model's own.")] = "",
+    kv_dtype: Annotated[str, typer.Option("--kv-dtype", help="float32, float16, bfloat16, float8; else the model's own.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Print KV per token, what fits, roofline times, and from which rate on fetching KV beats computing it.
@@ -68,7 +70,7 @@ def read_model(path: Path, kv_dtype: str = "") -> ModelShape:
 def read_machine(name: str) -> tuple[Machine, dict[str, str]]:
     """A shipped profile or a TOML file, and where its numbers come from. ConfigError names a bad field."""
     import tomllib
-    from dataclasses import fields
+    from dataclasses import MISSING, fields
 
     from moonpool.core.errors import ConfigError
     from moonpool.scheduler.roofline import Machine
@@ -80,18 +82,28 @@ def read_machine(name: str) -> tuple[Machine, dict[str, str]]:
     except (OSError, ValueError) as e:
         known = ", ".join(sorted(path.stem for path in PROFILES.glob("*.toml")))
         raise ConfigError(f"--machine: {name!r} is neither one of {known} nor a TOML file ({e})", param="--machine") from e
-    sources = {field: str(text) for field, text in values.pop("sources", {}).items()}
+    noted = values.pop("sources", {})
+    sources = {field: str(text) for field, text in noted.items()} if isinstance(noted, dict) else {"profile": str(noted)}
     wanted = {field.name for field in fields(Machine)}
     if unknown := sorted(values.keys() - wanted):
         text = f"{file}: {unknown[0]} is no field of a machine; they are {', '.join(sorted(wanted))}"
         raise ConfigError(text, param=unknown[0])
     for field, value in values.items():
-        if field != "name" and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-            raise ConfigError(f"{file}: {field} is {value!r}; a number that is not negative is needed", param=field)
-    try:
-        return Machine(**values), sources
-    except TypeError as e:
-        raise ConfigError(f"{file}: {e}; cli/machines/a800x8.toml shows a whole profile") from e
+        if field != "name" and not _sound(field, value):
+            least = "not negative" if field in MAY_BE_0 else "above 0"
+            most = " and at most 1" if field.endswith("_efficiency") else ""
+            raise ConfigError(f"{file}: {field} is {value!r}; a number that is {least}{most} is needed", param=field)
+    needed = (field.name for field in fields(Machine) if field.default is MISSING)
+    if missing := [name for name in needed if name not in values]:
+        text = f"{file}: {', '.join(missing)} missing; cli/machines/a800x8.toml shows a whole profile"
+        raise ConfigError(text, param=missing[0])
+    return Machine(**values), sources
+
+
+def _sound(field: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        return False
+    return (value > 0 or field in MAY_BE_0) and (value <= 1 or not field.endswith("_efficiency"))
 
 
 def facts(line: Roofline, lengths: Sequence[int], chunk: int, sources: dict[str, str]) -> dict[str, Any]:

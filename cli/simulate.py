@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,16 +30,17 @@ def simulate(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrule a value of the cluster; may be repeated.")
     ] = None,
-    prefill: Annotated[int, typer.Option("--prefill", help="Prefill nodes; 0: as the cluster says.")] = 0,
-    decode: Annotated[int, typer.Option("--decode", help="Decode nodes; 0: as the cluster says.")] = 0,
+    prefill: Annotated[int, typer.Option("--prefill", min=0, help="Prefill nodes; 0: as the cluster says.")] = 0,
+    decode: Annotated[int, typer.Option("--decode", min=0, help="Decode nodes; 0: as the cluster says.")] = 0,
     policy: Annotated[str, typer.Option("--policy", help="Placement policy; NAME or NAME,SETTING=VALUE,...")] = "moonpool",
     admission: Annotated[str, typer.Option("--admission", help="Admission; NAME or NAME,SETTING=VALUE,...")] = "none",
     speed: Annotated[float, typer.Option("--speed", help="2 replays twice as fast.")] = 1.0,
     bursts: Annotated[
         str, typer.Option("--bursts", help="released: as the trace says; spread: evenly to the next timestamp.")
     ] = "released",
-    limit: Annotated[int, typer.Option("--limit", help="First rows only; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", help="Of the cluster's noise and of policies that draw.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="First rows only; 0: all.")] = 0,
+    adjust: Annotated[bool, typer.Option("--adjust", help="Repair and count odd rows instead of refusing the file.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the cluster's noise and of policies that draw.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write figures, requests, pictures.")
     ] = None,
@@ -50,7 +52,9 @@ def simulate(
     ] = "fixed",
     search: Annotated[bool, typer.Option("--search", help="The fewest nodes that keep --share inside the targets.")] = False,
     share: Annotated[float, typer.Option("--share", help="--search: of all requests.")] = 0.98,
-    nodes: Annotated[int, typer.Option("--nodes", help="--search: the best split of so many instead; 0: as few as do.")] = 0,
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=0, help="--search: the best split of so many instead; 0: as few as do.")
+    ] = 0,
     suite: Annotated[str, typer.Option("--suite", help="paper: the whole comparison with published figures.")] = "",
     traces: Annotated[
         Path | None, typer.Option("--traces", metavar="FOLDER", help="--suite: the public traces.", show_default=False)
@@ -83,8 +87,12 @@ def simulate(
     if bursts not in ("released", "spread"):
         raise ConfigError(f"--bursts: {bursts!r} is neither released nor spread", param="--bursts")
     machines = _cluster(cluster, settings or [], {"prefill": prefill, "decode": decode})
-    read = read_trace(trace, block_tokens=machines.model.block_tokens)
+    read = read_trace(trace, block_tokens=machines.model.block_tokens, adjust=adjust)
+    if read.notes.adjusted:
+        say(f"{trace}: " + ", ".join(f"{name} {count}" for name, count in asdict(read.notes).items() if count))
     if compare:
+        if search or roles != "fixed":
+            raise ConfigError("--compare: takes neither --search nor --roles; leave one out", param="--compare")
         wanted = Compared(
             read.rows[: limit or None], machines, named(admission, "--admission"), speed, bursts == "spread", seed
         )
@@ -122,6 +130,7 @@ def simulate(
         "roles": {"name": planned, **planner_settings},
         "speed": speed,
         "bursts": bursts,
+        "limit": limit,
         "seed": seed,
         "wall_s": round(time.monotonic() - began, 3),
     }
@@ -142,6 +151,10 @@ def _cluster(name: str, settings: list[str], counts: dict[str, int]) -> SimClust
         values[key.strip()] = value.strip()
     machines = read_cluster(name, values)
     wanted = {role: count for role, count in counts.items() if count}
+    for role in wanted:
+        groups = sum(group.role == role for group in machines.groups)
+        if groups != 1:
+            raise ConfigError(f"--{role}: {name} has {groups} groups of {role} nodes; edit its counts there", param=f"--{role}")
     return machines.resized(**wanted) if wanted else machines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,10 @@ def in_json(outcome: Outcome, settings: dict[str, Any]) -> dict[str, Any]:
 
 def in_words(outcome: Outcome) -> str:
     f = outcome.figures()
-    refused, failed = int(f["refused"]), int(f["failed"])
+    refused, failed = ([getattr(r, name) for r in outcome.requests if getattr(r, name)] for name in ("refused", "failed"))
     lines = [
-        f"requests   {len(outcome.requests)}: {f['served']:.0f} served, {refused} refused, {failed} failed",
+        f"requests   {len(outcome.requests)}: {f['served']:.0f} served, "
+        f"{len(refused)} refused{_reasons(refused)}, {len(failed)} failed{_reasons(failed)}",
         f"time       {f['seconds']:.0f} s until the last token",
         f"targets    {f['met_share']:.1%} of all had TTFT <= {outcome.ttft_target_s:g} s and TBT <= {outcome.tbt_target_s:g} s",
         f"prefill    {f['prefill_s']:.0f} s of computing, {f['wasted_prefill_s']:.0f} s of it for nothing; "
@@ -45,11 +47,17 @@ def in_words(outcome: Outcome) -> str:
     ]
     for name, words in (("ttft", "TTFT"), ("tbt", "TBT (slowest tenth)")):
         values = (f[f"{name}_{what}_s"] for what in ("mean", "p50", "p90", "p99", "max"))
-        lines.append(f"{words:<21}" + "".join(f"{value:>9.3f}" for value in values))
+        some = any(getattr(r, f"{name}_s") is not None for r in outcome.requests)
+        lines.append(f"{words:<21}" + "".join(f"{value:>9.3f}" if some else f"{'-':>9}" for value in values))
     held = {name: value for name, value in outcome.leaks.items() if value}
     if held:
         lines += ["", "LEAKED     " + ", ".join(f"{name}: {value:g}" for name, value in held.items())]
     return "\n".join(lines)
+
+
+def _reasons(codes: list[str]) -> str:
+    """Reason codes with their counts, the most frequent first; nothing where there are none."""
+    return f" ({', '.join(f'{code} {count}' for code, count in Counter(codes).most_common())})" if codes else ""
 
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:

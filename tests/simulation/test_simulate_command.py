@@ -11,6 +11,8 @@ from moonpool.cli.main import _Choices, build
 from moonpool.core.errors import MoonpoolError
 from moonpool.loadgen.trace import write_trace
 
+ONLY_PREFILL = '[{role = "prefill", count = 1, pool_tokens = 100000, device_tokens = 100000}]'
+
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,6 +61,8 @@ def test_in_words_come_targets_and_quantiles(trace: Path) -> None:
         (("--policy", "moonpool,hope=1"), "hope"),
         (("--admission", "everybody"), "everybody"),
         (("--speed", "0"), "speed"),
+        (("--set", "groups=" + ONLY_PREFILL, "--decode", "2"), "--decode"),
+        (("--compare", "random,moonpool", "--roles", "auto"), "--compare"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -67,3 +71,26 @@ def test_wrong_words_are_named(words: tuple[str, ...], named: str, trace: Path) 
     _, error = simulate(*given)
     assert isinstance(error, MoonpoolError)
     assert named in error.message
+
+
+@pytest.mark.parametrize("option", ["--prefill", "--decode", "--limit", "--seed", "--nodes"])
+def test_counts_are_not_negative(option: str, trace: Path) -> None:
+    told, error = simulate("--trace", str(trace), option, "-1")
+    assert isinstance(error, SystemExit) and error.code == 2
+    assert not told
+
+
+def test_who_is_refused_is_told_with_the_reason_and_no_times(trace: Path) -> None:
+    told, error = simulate("--trace", str(trace), "--limit", "3", "--set", "groups=" + ONLY_PREFILL)
+    assert error is None
+    assert "0 served, 3 refused (no_path 3), 0 failed" in told
+    assert "0.000" not in told
+
+
+def test_odd_rows_are_mended_where_asked(tmp_path: Path) -> None:
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text('{"timestamp": 0, "input_length": 700, "output_length": 2, "hash_ids": [1]}\nno row\n')
+    assert isinstance(simulate("--trace", str(odd))[1], MoonpoolError)
+    told, error = simulate("--trace", str(odd), "--adjust")
+    assert error is None
+    assert "1 served" in told

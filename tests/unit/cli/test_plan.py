@@ -61,10 +61,13 @@ def test_a_machine_of_ones_own(tmp_path: Path) -> None:
         ("speed = 3", "speed"),
         ('devices = "eight"', "devices"),
         ("devices = -1", "devices"),
-        ('name = "x"', "a800x8.toml"),
+        ('name = "x"', "devices, flops, .*a800x8.toml"),
+        ("flops = 0", "flops is 0; a number that is above 0"),
+        ("flops = nan", "flops is nan"),
+        ("memory_efficiency = 75", "memory_efficiency is 75; .* at most 1"),
         ("= nonsense", "ours.toml"),
     ],
-    ids=["unknown field", "a word", "negative", "incomplete", "no TOML"],
+    ids=["unknown field", "a word", "negative", "incomplete", "no rate", "no number", "per cent", "no TOML"],
 )
 def test_a_bad_machine_is_named_with_its_field(tmp_path: Path, profile: str, named: str) -> None:
     file = tmp_path / "ours.toml"
