@@ -19,7 +19,7 @@ def configured_as_before() -> Iterator[None]:
 
 
 def test_logs_after_a_measurement_do_not_go_to_the_stream_it_had(capsys: pytest.CaptureFixture[str]) -> None:
-    assert CliRunner().invoke(bench, ["place", "--help"]).exit_code == 0
+    assert CliRunner().invoke(bench, ["placement", "--help"]).exit_code == 0
     CliRunner().invoke(bench, ["between", "--carrier", "pigeon"])
     structlog.get_logger("later").warning("still here")
     shown = capsys.readouterr()

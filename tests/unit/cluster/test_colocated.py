@@ -71,5 +71,5 @@ async def test_colocated_and_handed_off_prompts_share_batches_and_keep_their_ids
         for request, answer in zip(requests, answers, strict=True):
             assert answer == split.oracle(request)
         report = split.decode.report()
-        assert [timing.prompt_tokens for timing in report.prefills] == [33, 59, 85]
+        assert sorted(timing.prompt_tokens for timing in report.prefills) == [33, 59, 85]
         await split.idle()

@@ -307,7 +307,8 @@ async def test_after_a_prefill_worker_is_gone_its_channel_is_closed_and_its_land
         assert len(answer.ids) == 1
         assert split.stores["a"].numbers()["landings_open"] == 1
         split.crowd.tell(MemberChange(split.prefill_members[0], Liveness.SILENT, "frozen"))
-        await asyncio.sleep(0.1)
-        assert not split.decode._filler._channels
+        async with asyncio.timeout(2.0):
+            while split.decode._filler._channels:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         go.set()
         await split.idle()

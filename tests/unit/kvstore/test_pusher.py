@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.store import LAYOUT, Heard, Roll, block_bytes, block_keys, config, member, store_node, worker
+from support.store import LAYOUT, Heard, Roll, block_bytes, block_keys, config, member, store_node, until, worker
 
 from moonpool.core.config import TransferConfig
 from moonpool.core.errors import Busy, ConfigError, LayoutMismatch, PeerSilent, Reason
@@ -114,6 +114,7 @@ async def test_a_pushed_prompt_with_a_tail_lands_whole_and_is_sealed(tmp_path: P
         await asyncio.to_thread(s.push, landing)
         drained = await landing.drain()
         assert landing.failure is None
+        await until(lambda: len(s.heard.landed) == LAYOUT.layers, "all layers relayed")
         assert {(one.layer, one.blocks) for one in s.heard.landed} == {(layer, (0, 1, 2, 3)) for layer in range(LAYOUT.layers)}
         s.require_all_bytes(landing)
         valid = 3 * LAYOUT.block_bytes + TAIL * LAYOUT.token_bytes
@@ -147,7 +148,7 @@ async def test_a_fault_that_happens_once_ends_in_a_complete_landing(tmp_path: Pa
         await asyncio.wait_for(landing.drain(), 20)
         assert landing.failure is None
         s.require_all_bytes(landing)
-        assert {block for one in s.heard.landed for block in one.blocks} == {0, 1, 2, 3}
+        await until(lambda: {block for one in s.heard.landed for block in one.blocks} == {0, 1, 2, 3}, "all blocks relayed")
         await s.client.end_landing(landing.landing.id)
         if faults.cut:  # the broken connection may have left bytes behind: fenced until the endpoint is made anew
             assert s.node.numbers()["slots_fenced"] > 0
