@@ -82,6 +82,10 @@ def simulate(
     from moonpool.sim.run import simulate as run
     from moonpool.sim.search import Goal, Makers, planner_of
 
+    if only or traces is not None:
+        raise ConfigError("--only, --traces: of a suite; add --suite paper, or leave them out", param="--suite")
+    if nodes and not search:
+        raise ConfigError("--nodes: of a search; add --search, or give --prefill and --decode", param="--nodes")
     if trace is None:
         raise ConfigError("--trace: give a JSONL trace, perhaps .gz", param="--trace")
     if bursts not in ("released", "spread"):

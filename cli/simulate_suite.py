@@ -41,6 +41,11 @@ def run_suite(
     chosen = next((known for known in SUBSETS if known == subset), None)
     if chosen is None:
         raise ConfigError(f"--subset: {subset!r} is none of {', '.join(SUBSETS)}", param="--subset")
+    if traces is not None and not any(traces.glob("*_trace.jsonl*")):
+        message = (
+            f"--traces: {traces} holds neither conversation_trace.jsonl.gz nor synthetic_trace.jsonl.gz; give their folder"
+        )
+        raise ConfigError(message, param="--traces")
     wanted = [pattern.strip() for text in only for pattern in text.split(",") if pattern.strip()]
     report = paper.run_suite(
         traces=traces,

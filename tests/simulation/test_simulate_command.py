@@ -63,6 +63,7 @@ def test_in_words_come_targets_and_quantiles(trace: Path) -> None:
         (("--speed", "0"), "speed"),
         (("--set", "groups=" + ONLY_PREFILL, "--decode", "2"), "--decode"),
         (("--compare", "random,moonpool", "--roles", "auto"), "--compare"),
+        (("--nodes", "4"), "add --search"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

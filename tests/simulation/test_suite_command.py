@@ -39,6 +39,9 @@ def test_the_suite_prints_one_json_document_and_counts_what_was_not_run(tmp_path
         (("--suite", "papers"), "--suite: 'papers' is none of paper"),
         (("--suite", "paper", "--subset", "some"), "--subset: 'some' is none of all, ci, tuning"),
         (("--suite", "paper"), "give their folder, or --subset ci"),
+        (("--suite", "paper", "--traces", "nowhere"), "--traces: nowhere holds neither"),
+        (("--traces", "nowhere"), "add --suite paper"),
+        (("--only", "ttft.*"), "add --suite paper"),
     ],
 )
 def test_a_suite_that_cannot_be_meant_is_told(words: tuple[str, ...], told: str) -> None:
