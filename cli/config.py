@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import typer
 
@@ -26,14 +27,18 @@ def show(config_file: ConfigFile = None, settings: Settings = None, as_json: AsJ
         if key.split(".")[0] != section:
             section = key.split(".")[0]
             print(f"\n[{section}]")
-        line = f"{key.split('.')[1]} = {_toml(value)}"
+        line = f"{key.split('.')[1]} = {_toml(json.loads(value))}"
         print(f"{line:<48} # {origin}")
 
 
-def _toml(value: str) -> str:
-    """JSON text as TOML: they differ, for our values, in tables only."""
-    read = json.loads(value)
-    if isinstance(read, list):
-        tables = ("{ " + ", ".join(f"{k} = {json.dumps(v)}" for k, v in table.items()) + " }" for table in read)
-        return f"[{', '.join(tables)}]"
-    return value
+def _toml(value: object) -> str:
+    """Numbers, words and truth values read alike in JSON and TOML; tables do not."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{_key(key)} = {_toml(one)}" for key, one in value.items()) + " }" if value else "{}"
+    return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)

@@ -54,6 +54,16 @@ def test_config_show_prints_a_file_that_can_be_given_back_with_origins(tmp_path:
     assert (again.gateway.port, again.engine.poison) == (8123, True)
 
 
+def test_tables_and_lists_that_were_chosen_are_shown_so_that_they_can_be_given_back(tmp_path: Path) -> None:
+    chosen = ('scheduler.policy_settings={"age": 0.2}', 'store.quotas={"alice b": "1 GiB"}', 'store.codecs=["int8"]')
+    done = run(tmp_path, "config", "show", *(word for text in chosen for word in ("--set", text)))
+    file = tmp_path / "again.toml"
+    file.write_text(done.stdout)
+    again, _ = load_config(file, {}, {})
+    assert again.scheduler.policy_settings == {"age": 0.2}
+    assert (again.store.quotas, again.store.codecs) == ({"alice b": 1 << 30}, ("int8",))
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
