@@ -55,11 +55,18 @@ def _wanted(switches: list[str]) -> dict[str, str]:
 
 async def _rebalance(registry: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool) -> int:
     from moonpool.cluster import survey
+    from moonpool.core.errors import ConfigError
 
     before = {change.member.id: change for change in await survey.members(registry)}
+    workers = sorted(c.member.id for c in before.values() if c.member.role.value in ("prefill", "decode"))
+    unknown = [worker for worker in wanted if worker not in workers]
+    if unknown and not apply:  # else the worker itself, or the conductor, says why not
+        raise ConfigError(
+            f"--switch: {unknown[0]!r} is no worker that switches; they are {', '.join(workers)}", param="--switch"
+        )
     told = await survey.rebalance(registry, apply, wanted)
     if not as_json:
-        _print(told)
+        _print(told, apply)
     code = await _follow(registry, told, before, timeout_s) if apply else 0
     if as_json:
         print(json.dumps({**told, "finished": code == 0}, indent=2))
@@ -98,7 +105,7 @@ async def _follow(registry: str, told: dict[str, Any], before: dict[Any, MemberC
     return EXIT_UNFINISHED if open_ else code
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(told: dict[str, Any], apply: bool) -> None:
     forecast, now, best = told["forecast"], told["now"], told["best"]
     print(
         f"forecast: {forecast['requests']:.2f} requests/s, {forecast['computed_tokens']:.0f} prompt tokens/s to compute "
@@ -113,7 +120,7 @@ def _print(told: dict[str, Any]) -> None:
     print(f"best: {_split(best)}")
     print(f"size: {told['needed_prefill']} prefill and {told['needed_decode']} decode workers would do")
     for switch in told["switches"]:
-        print(f"switch {switch['worker']} to {switch['role']}")
+        print(f"switch {switch['worker']} to {switch['role']}{'' if apply else ', with --apply'}")
     if not told["switches"]:
         print(f"nothing to switch: {told['held_back']}")
 
