@@ -198,7 +198,12 @@ class _Question:
 
     async def _read(self) -> pb.conductor.PlaceReply | None:
         """After the answer the end of the call is read, too: cancelling it earlier would take the answer back."""
-        reply = await self._call.read()
+        try:
+            reply = await self._call.read()
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            return None  # the channel was closed under the call: that conductor is no member any more
         if reply is grpc.aio.EOF:
             await self._call.code()
             return None
@@ -210,6 +215,12 @@ class _Question:
     def end(self) -> None:
         """A no-op once it was answered."""
         self._call.cancel()
+
+
+def _being_cancelled() -> bool:
+    """Whether a CancelledError means this task, and not a call that somebody else ended."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _close(channel: grpc.aio.Channel) -> None:

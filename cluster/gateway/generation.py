@@ -77,6 +77,11 @@ class Generation:
                 async for piece in pieces:
                     await self._queue.put((index, piece))
             run.lifetime.stamp(Instant.FINISHED, self._now())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # not ours: a call was ended under it, and the reader must hear of it
+                await self._queue.put(Bug("a call that the answer came by was ended from outside"))
+            raise
         except MoonpoolError as e:
             await self._queue.put(e)
         except Exception as e:  # noqa: BLE001  the reader must hear of it, or it waits for ever

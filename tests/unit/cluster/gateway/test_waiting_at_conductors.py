@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from support.scripted_cluster import ScriptedConductor, Served, serve
 from support.tiny_tokenizer import ids_of
 
 from moonpool.core.errors import Failure, Reason
-from moonpool.core.ids import Role
+from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Liveness
 from moonpool.core.placement import Placement, PlaceRequest
 
@@ -105,6 +106,24 @@ async def test_a_conductor_that_the_registry_calls_silent_is_left_at_once(tiny_d
         tiny.membership.say(tiny.conductor_server.member, Liveness.SILENT, "no heartbeat")
         assert await asyncio.wait_for(asked, 0.4) == 200
         assert len(other.placed) == 1
+
+
+async def test_a_request_whose_conductor_says_nothing_goes_on_when_the_channel_is_closed_under_its_call(tiny_dir: Path) -> None:
+    """The registry calls the conductor silent, and the next request to another one lets go of the channel."""
+    mute = socket.create_server(("127.0.0.1", 0))  # connects, and never says a word
+    with mute:
+        async with waiting_front(tiny_dir, place_timeout_ms=5_000) as (tiny, _):
+            address = f"127.0.0.1:{mute.getsockname()[1]}"
+            frozen = replace(tiny.conductor_server.member, id=MemberId("conductor-m"), address=address)
+            tiny.membership.say(tiny.conductor_server.member, Liveness.GONE, "left")
+            tiny.membership.say(frozen)
+            first = ask(tiny)
+            await eventually(lambda: tiny.gateway.numbers()["placing"] == 1)
+            tiny.membership.say(frozen, Liveness.SILENT, "no heartbeat")
+            async with second_conductor(tiny) as other:
+                assert await ask(tiny) == 200
+                assert await asyncio.wait_for(first, 2) == 200
+                assert len(other.placed) == 2
 
 
 async def test_a_killed_conductor_hands_those_who_wait_to_the_next_one(tiny_dir: Path) -> None:
