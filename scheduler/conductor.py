@@ -39,6 +39,7 @@ COUNTERS = (
     "refusals_no_path",
     "refusals_targets_missed",
     "refusals_overloaded",
+    "admitted_to_measure",
     "bookings_expired",
     "bookings_ended_by_report",
     "reports_ignored",
@@ -53,6 +54,7 @@ COUNTERS = (
 MAX_WAITING = 10_000
 MAX_PASSED = 16  # who are better off waiting for a busy worker, before a free one is left without work for now
 FULL_RETRY_S = 1.0
+STALE_S = 30.0  # what was learned in a slow minute would else refuse everybody for ever, and nothing be measured anew
 
 Event = MemberChange | EventBatch | IndexSnapshot | WorkerReport
 
@@ -82,6 +84,7 @@ class Conductor:
         self._overhead = Overhead()
         self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)
         self._bound_at = 0.0
+        self._measured_at = float("-inf")
         self._more_at: float | None = None
         self._judging = self.admission if isinstance(self.admission, Judging) else None
         self._out: list[Action] = []
@@ -101,6 +104,8 @@ class Conductor:
                     self.links.forget(event.member.node)
             case WorkerReport():
                 view.on_report(event, now)
+                if event.prefills or event.steps:
+                    self._measured_at = now
                 for timing in event.links:
                     self.links.measured(timing, now)
             case EventBatch() | IndexSnapshot():
@@ -283,10 +288,15 @@ class Conductor:
         return placement
 
     def _admit(self, asked: Asked, option: Option, record: Decision) -> Refusal | None:
+        """An idle cluster that measured nothing for a while lets in whom it would refuse, to measure again."""
         refused = self.admission.admit(asked, option)
         if self._judging is not None:
             record.judged = self._judging.judged
-        return refused
+        if refused is None or asked.now - self._measured_at <= STALE_S or len(self._queue) or not self._view.idle:
+            return refused
+        self._measured_at = asked.now
+        self._view.counts["admitted_to_measure"] += 1
+        return None
 
     def _note(self, asked: Asked, record: Decision, option: Option) -> None:
         record.option = option

@@ -262,6 +262,11 @@ class View:
     def _step_of(self, name: MemberId) -> tuple[float, ...]:
         return self._fits(self.workers[name])[1].coefficients
 
+    @property
+    def idle(self) -> bool:
+        """Nothing is booked and no worker reports anything."""
+        return not len(self._ledger) and not any(worker.attempts for worker in self.workers.values())
+
     def numbers(self) -> dict[str, float]:
         coming = [self._ledger.coming(name) for name in self.workers]
         return {

@@ -133,3 +133,16 @@ def test_impossible_measurements_are_ignored(seconds: float) -> None:
     cluster.report("decode-0", steps=[StepTiming(1, 500, seconds)] * 9)
     cluster.finish("before", ttft_ms=seconds)
     assert cluster.placed("after", 500).predicted_ttft_ms == pytest.approx(before)
+
+
+def test_an_idle_cluster_that_measured_nothing_for_long_lets_one_in_to_measure_again() -> None:
+    cluster = split(taught=True)
+    assert isinstance(cluster.place("a", 4_000, ttft_ms=1_000), Refusal)
+    cluster.now += 31.0
+    cluster.report("prefill-0", [LiveAttempt("x", 1, 500, 500)])
+    assert isinstance(cluster.place("b", 4_000, ttft_ms=1_000), Refusal), "somebody else will measure"
+    cluster.report("prefill-0")
+    assert isinstance(cluster.place("c", 4_000, ttft_ms=1_000), Placement)
+    cluster.finish("c")
+    assert isinstance(cluster.place("d", 4_000, ttft_ms=1_000), Refusal), "one is enough"
+    assert cluster.gauge("admitted_to_measure") == 1
