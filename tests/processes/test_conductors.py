@@ -49,6 +49,13 @@ def knows_all_blocks(cluster: LocalCluster, name: str) -> bool:
     return cluster.stats(name).numbers["blocks_indexed"] == pools > 0
 
 
+def held(cluster: LocalCluster, conductor: str) -> dict[str, float]:
+    """What it believes to be under way; bookings end by the next reports."""
+    numbers = cluster.stats(conductor).numbers
+    names = ("bookings", "waiting", "booked_prefill_seconds", "attempts_reported")
+    return {name: numbers[name] for name in names if numbers[name]}
+
+
 async def test_requests_keep_flowing_when_the_conductor_is_killed_and_the_next_one_knows_every_block(
     cluster: LocalCluster,
 ) -> None:
@@ -99,8 +106,4 @@ async def test_nothing_stays_booked_or_queued_after_clients_that_leave_at_random
     assert all(answer.status == 200 for answer in answered)
     assert len(answered) < len(ends), "some were cancelled"
     cluster.assert_idle(20)
-    load = {name: cluster.stats(name).numbers for name in CONDUCTORS}
-    for numbers in load.values():
-        assert (
-            numbers["bookings"] == numbers["waiting"] == numbers["booked_prefill_seconds"] == numbers["attempts_reported"] == 0
-        )
+    await asyncio.to_thread(cluster.until, lambda: not any(held(cluster, name) for name in CONDUCTORS), "nothing is held", 20)
