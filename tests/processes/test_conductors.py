@@ -44,9 +44,10 @@ def live_again(cluster: LocalCluster, name: str, incarnation: int) -> bool:
 
 
 def knows_all_blocks(cluster: LocalCluster, name: str) -> bool:
-    """What it believes of both pools is what they hold."""
-    pools = sum(cluster.stats(store).numbers["blocks_findable"] for store in ("store-a", "store-b"))
-    return cluster.stats(name).numbers["blocks_indexed"] == pools > 0
+    """It believes what the other one does, who slept through nothing. A block that both pools hold is one in the index."""
+    pools = [cluster.stats(store).numbers["blocks_findable"] for store in ("store-a", "store-b")]
+    mine, others = (cluster.stats(one).numbers["blocks_indexed"] for one in (name, *(set(CONDUCTORS) - {name})))
+    return mine == others and 0 < max(pools) <= mine <= sum(pools)
 
 
 def held(cluster: LocalCluster, conductor: str) -> dict[str, float]:
