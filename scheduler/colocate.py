@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonpool.scheduler.costs import least
+from moonpool.scheduler.costs import least, work_seconds
 from moonpool.scheduler.policy import Asked, Choice
 
 
@@ -50,11 +50,9 @@ def colocated(asked: Asked, limits: Limits = Limits()) -> Colocated | None:
     rows = asked.usable.decodes & board.decode_only & asked.decode.roomy
     if not rows.any():
         return None
-    local = np.where(asked.usable.pooled, np.maximum(asked.held.own, asked.held.node), asked.held.own)
-    cached = np.minimum(local * prompt.block_tokens, prompt.tokens - 1)  # the last token is always computed
-    computed = prompt.tokens - cached
-    a, b, c, d = board.prefill_fit
-    work = a + computed * (b + c * (prompt.tokens + cached)) + d * prompt.block_tokens * (local - asked.held.own)
+    local = asked.local.covered[0]
+    computed = prompt.tokens - np.minimum(local * prompt.block_tokens, prompt.tokens - 1)  # the last token always is
+    work = work_seconds(board, prompt, local, asked.held.own)
     step = asked.decode.tbt
     chunks = -(-computed // limits.chunk_tokens)
     wait = np.maximum(board.busy_until - asked.now, 0.0)  # other prompts that it computes

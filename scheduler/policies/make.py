@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import signature
 from types import MappingProxyType
 
-from moonpool.core.errors import InvalidRequest
+from moonpool.scheduler.by_name import made
 from moonpool.scheduler.policies.algorithm1 import Algorithm1
 from moonpool.scheduler.policies.cache_aware_threshold import CacheAwareThreshold
 from moonpool.scheduler.policies.dynamo_cost import DynamoCost
@@ -37,15 +36,5 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
 
 
 def make_policy(name: str, settings: Mapping[str, float] = MappingProxyType({})) -> Policy:
-    """Raises InvalidRequest for an unknown name or setting."""
-    kind = POLICIES.get(name)
-    if kind is None:
-        raise InvalidRequest(f"scheduler.policy: {name!r} is none of {', '.join(sorted(POLICIES))}", param="policy")
-    known = list(signature(kind).parameters)
-    for setting, value in settings.items():
-        if setting not in known:
-            has = ", ".join(known) or "none"
-            raise InvalidRequest(f"scheduler.policy_settings: {name} has no {setting!r}; it has {has}", param=setting)
-        if not value >= 0.0:
-            raise InvalidRequest(f"scheduler.policy_settings: {setting} is {value}; give 0 or more", param=setting)
-    return kind(**settings)
+    """See ``by_name.made``."""
+    return made("policy", POLICIES, name, settings)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from moonpool.scheduler.actions import Action
 from moonpool.scheduler.choice import decoder_for
 from moonpool.scheduler.costs import least
-from moonpool.scheduler.policy import Asked, Choice, Waiting
+from moonpool.scheduler.policies.early import Early
+from moonpool.scheduler.policy import Asked, Choice
 
 
-class PooledMinTtft:
+class PooledMinTtft(Early):
     name = "pooled_min_ttft"
-    late = False
-    lookahead_s = 0.0
-    wait_cap_s = float("inf")
 
     def choose(self, asked: Asked) -> Choice | None:
         scores = asked.pooled
@@ -27,12 +24,3 @@ class PooledMinTtft:
         if not scores.fetches[row] or not holders:
             return Choice(row, decode, local)
         return Choice(row, decode, far, holders[asked.number % len(holders)])  # equal holders take turns
-
-    def key(self, waiting: Waiting) -> float:
-        return waiting.arrived
-
-    def ahead(self, asked: Asked, choice: Choice) -> list[Action]:
-        return []
-
-    def follow_up(self, asked: Asked, choice: Choice) -> list[Action]:
-        return []
