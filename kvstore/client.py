@@ -29,7 +29,7 @@ from moonpool.kvstore.client_session import Session
 from moonpool.kvstore.regions import map_region
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
-from moonpool.wire.status import error_of
+from moonpool.wire.status import being_cancelled, error_of
 
 CALL_S = 10.0  # a control call that takes longer means a frozen node
 FETCH_GRACE_S = 1.0  # for the answer of a fetch that used its whole deadline
@@ -168,8 +168,7 @@ class WorkerStore:
         except grpc.aio.AioRpcError as e:
             raise error_of(e, f"the store node at {self.address}") from e
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if being_cancelled():
                 raise
             # ``close`` ended the channel under the call: our caller was not cancelled and must not believe so.
             raise PeerSilent(f"the session with the store node at {self.address} was closed", peer=self.address) from None

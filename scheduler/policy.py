@@ -6,6 +6,7 @@ to take from where. What its choice will cost, whether that is admitted, and boo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,7 +50,7 @@ class Asked:
     @property
     def pressed(self) -> float:
         """Among those delayed the worst predicted time to first token over its target; 0: nobody is delayed."""
-        return max((ttft_s / one.target_s for one, ttft_s in self.delayed if one.target_s), default=0.0)
+        return pressed(self.delayed)
 
     @property
     def local(self) -> PrefillScores:
@@ -135,6 +136,11 @@ class Waiting:
         if self.target_s is None:
             return float("inf")
         return self.arrived + (1.0 - SPARE) * self.target_s - self.alone_s
+
+
+def pressed(delayed: Sequence[tuple[Waiting, float]]) -> float:
+    """Of those delayed, with their predicted times to first token, the worst time over its target; 0 without any."""
+    return max((ttft_s / one.target_s for one, ttft_s in delayed if one.target_s), default=0.0)
 
 
 class Policy(Protocol):

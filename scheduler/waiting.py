@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.scheduler.policy import Waiting
+from moonpool.scheduler.policy import Waiting, pressed
 
 Place = tuple[int, float, int]  # (-priority, key, order)
 Pressing = tuple[float, int]  # (due, order)
@@ -32,7 +32,7 @@ class Outlook:
     @property
     def pressed(self) -> float:
         """The worst of these times over its target; 0: nobody is delayed."""
-        return max((ttft_s / one.target_s for one, ttft_s in self.delayed if one.target_s), default=0.0)
+        return pressed(self.delayed)
 
 
 @dataclass(slots=True)

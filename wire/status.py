@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, NoReturn
 
 import grpc
@@ -74,3 +75,9 @@ def to_error(error: BaseException) -> types_pb2.Error:
     return types_pb2.Error(
         reason=failure.reason.value, message=failure.message, peer=failure.peer, retry_after_s=failure.retry_after_s
     )
+
+
+def being_cancelled() -> bool:
+    """Whether a CancelledError out of a call means the task that made it, and not that the channel was closed under it."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

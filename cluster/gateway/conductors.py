@@ -23,6 +23,7 @@ from moonpool.core.membership import Member, MemberChange, Peers
 from moonpool.core.placement import Finished, Placement, PlaceRequest
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.status import being_cancelled
 
 RETRY_AFTER_S = 2.0  # said to clients when nobody can place: about how long a restart takes
 _ASK_AGAIN_S = 0.2  # between rounds over all conductors, unless membership changes first
@@ -201,7 +202,7 @@ class _Question:
         try:
             reply = await self._call.read()
         except asyncio.CancelledError:
-            if _being_cancelled():
+            if being_cancelled():
                 raise
             return None  # the channel was closed under the call: that conductor is no member any more
         if reply is grpc.aio.EOF:
@@ -215,12 +216,6 @@ class _Question:
     def end(self) -> None:
         """A no-op once it was answered."""
         self._call.cancel()
-
-
-def _being_cancelled() -> bool:
-    """Whether a CancelledError means this task, and not a call that somebody else ended."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _close(channel: grpc.aio.Channel) -> None:

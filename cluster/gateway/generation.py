@@ -12,6 +12,7 @@ from moonpool.cluster.gateway.ledger import Ledger
 from moonpool.cluster.gateway.shapes import Usage
 from moonpool.core.errors import Bug, MoonpoolError
 from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.wire.status import being_cancelled
 
 _AHEAD = 64  # pieces a slow reader may lag behind before its choices stop being drained
 
@@ -78,8 +79,7 @@ class Generation:
                     await self._queue.put((index, piece))
             run.lifetime.stamp(Instant.FINISHED, self._now())
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():  # not ours: a call was ended under it, and the reader must hear of it
+            if not being_cancelled():  # a call was ended under it, and the reader must hear of it
                 await self._queue.put(Bug("a call that the answer came by was ended from outside"))
             raise
         except MoonpoolError as e:
