@@ -14,6 +14,7 @@ from moonpool.core.errors import ConfigError, InvalidRequest, NoPath
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 
 TIMEOUT_S = 3.0
 RECORD_S = 60.0
@@ -55,7 +56,7 @@ async def save_record(registry: str, path: Path, conductor: str = "") -> tuple[s
 
 async def _save(conductor: Member, path: Path) -> int:
     count = -1  # the first line is about the record
-    async with grpc.aio.insecure_channel(conductor.address) as channel:
+    async with dial(conductor.address) as channel:
         parts = pb.conductor_rpc.ConductorStub(channel).Record(pb.conductor.RecordRequest(), timeout=RECORD_S)
         with path.open("wb") as file:
             async for part in parts:
@@ -73,7 +74,7 @@ async def _conductors(registry: str) -> list[Member]:
 
 async def _explain(conductor: Member, request: pb.conductor.ExplainRequest) -> dict[str, Any] | None:
     """None: it remembers nothing of that, or does not answer."""
-    async with grpc.aio.insecure_channel(conductor.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+    async with dial(conductor.address, options=[("grpc.max_receive_message_length", -1)]) as channel:
         try:
             reply = await pb.conductor_rpc.ConductorStub(channel).Explain(request, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError:

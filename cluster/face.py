@@ -12,6 +12,7 @@ from moonpool.cluster.admin import Admin
 from moonpool.core.errors import ConfigError
 from moonpool.core.membership import Service
 from moonpool.wire import pb
+from moonpool.wire.channels import bind
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -34,7 +35,7 @@ class Face:
         pb.admin_rpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
-            port = self._server.add_insecure_port(f"{host}:0")
+            port = bind(self._server, f"{host}:0")
         except RuntimeError as e:
             raise ConfigError(f"cluster.host: cannot listen on {host!r}; give an address of this machine") from e
         self.address = f"{host}:{port}"

@@ -21,6 +21,7 @@ from moonpool.core.membership import Member, Peers
 from moonpool.core.use import Use
 from moonpool.scheduler.actions import Cool, Prefetch, Replicate
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
 from moonpool.wire.status import error_of
 
@@ -132,5 +133,5 @@ class Moves:
         if known is None or known[0] != store.address:
             if known is not None:
                 await known[1].close()
-            self._channels[node] = (store.address, grpc.aio.insecure_channel(store.address))
+            self._channels[node] = (store.address, dial(store.address))
         return store, store.layout, pb.store_rpc.StoreStub(self._channels[node][1])

@@ -17,6 +17,7 @@ from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Member, MemberChange
 from moonpool.wire import pb
+from moonpool.wire.channels import bind
 from moonpool.wire.convert import from_wire, to_wire
 
 WATCH_QUEUE = 1024  # a watcher further behind than this is cut off; it comes back and begins with everybody known
@@ -40,7 +41,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         pb.registry_rpc.add_RegistryServicer_to_server(self, server)
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = bind(server, f"{host}:{port}")
         except RuntimeError as e:
             raise ConfigError(
                 f"cluster.registry: cannot listen on {host}:{port}; stop what uses it or choose another",

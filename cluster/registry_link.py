@@ -18,6 +18,7 @@ from moonpool.core.errors import LayoutMismatch, NoPath
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
+from moonpool.wire.channels import dial, dial_blocking
 from moonpool.wire.convert import from_wire, to_wire
 
 OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
@@ -32,7 +33,7 @@ class RegistryLink:
         self._registry, self._timing = registry, timing
         self._heard, self._on_fenced = heard, on_fenced
         self._live: dict[MemberId, Member] = {}
-        self._channel = grpc.aio.insecure_channel(registry)
+        self._channel = dial(registry)
         self._stub = pb.registry_rpc.RegistryStub(self._channel)
         self._watcher = asyncio.create_task(self._watch(), name="membership-watch")
         self._session: _Session | None = None
@@ -165,7 +166,7 @@ class _Session:
     def _one_stream(self) -> bool:
         """One stream's life; True when the session is over for good."""
         ended = threading.Event()
-        with grpc.insecure_channel(self._registry) as channel:
+        with dial_blocking(self._registry) as channel:
             try:
                 for message in pb.registry_rpc.RegistryStub(channel).Join(self._beats(ended)):
                     if message.HasField("welcome"):

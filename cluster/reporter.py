@@ -9,6 +9,7 @@ import grpc
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Peers, Service
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
 
 PERIOD_S = 0.25
@@ -45,7 +46,7 @@ class Reporter:
 
     async def _send(self, conductor: MemberId, address: str, message: pb.types.WorkerReport) -> None:
         if conductor not in self._channels:
-            self._channels[conductor] = (address, grpc.aio.insecure_channel(address))
+            self._channels[conductor] = (address, dial(address))
         try:
             await pb.conductor_rpc.ConductorStub(self._channels[conductor][1]).Report(message, timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError:

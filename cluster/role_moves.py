@@ -19,6 +19,7 @@ from moonpool.scheduler.actions import SwitchRole
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.planner import Planner, Settings
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.status import why_unreachable
 
 TIMEOUT_S = 3.0
@@ -52,7 +53,7 @@ class RoleMoves:
         change = self._peers.get(action.worker)
         if change is None or change.liveness is not Liveness.LIVE:
             return f"{action.worker}: not a live member"
-        async with grpc.aio.insecure_channel(change.member.address) as channel:
+        async with dial(change.member.address) as channel:
             request = pb.admin.SwitchRoleRequest(role=action.role.value)
             try:
                 await pb.admin_rpc.AdminStub(channel).SwitchRole(request, timeout=TIMEOUT_S)

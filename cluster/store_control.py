@@ -23,6 +23,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member
 from moonpool.core.use import Use
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
@@ -46,7 +47,7 @@ class StoreControl:
     def __init__(self, stores: Sequence[Member]) -> None:
         self.stores = tuple(stores)
         options = [("grpc.max_receive_message_length", MESSAGE_BYTES), ("grpc.max_send_message_length", MESSAGE_BYTES)]
-        self._channels = {m.node: grpc.aio.insecure_channel(m.address, options=options) for m in stores}
+        self._channels = {m.node: dial(m.address, options=options) for m in stores}
 
     @classmethod
     async def open(cls, registry: str, nodes: Sequence[str] = ()) -> StoreControl:

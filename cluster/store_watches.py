@@ -16,6 +16,7 @@ from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import frames, pb
+from moonpool.wire.channels import dial
 
 BACKOFF_S = (0.05, 2.0)
 DECODE_IN_THREAD_BYTES = 1 << 20
@@ -78,7 +79,7 @@ class StoreWatches:
 
     async def _follow(self, member: Member) -> None:
         wait = BACKOFF_S[0]
-        async with grpc.aio.insecure_channel(member.address, options=CHANNEL_OPTIONS) as channel:
+        async with dial(member.address, options=CHANNEL_OPTIONS) as channel:
             stub = pb.store_rpc.StoreStub(channel)
             while True:
                 try:

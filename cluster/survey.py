@@ -14,6 +14,7 @@ from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, MemberChange
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire
 
 TIMEOUT_S = 3.0
@@ -45,7 +46,7 @@ async def members(registry: str) -> list[MemberChange]:
         from moonpool.cluster.etcd import listing  # heavy, and not everybody's
 
         return sorted(await listing.members(registry), key=lambda c: c.member.id)
-    async with grpc.aio.insecure_channel(registry) as channel:
+    async with dial(registry) as channel:
         try:
             known = await pb.registry_rpc.RegistryStub(channel).List(pb.types.Empty(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as e:
@@ -76,7 +77,7 @@ def carriers_between_nodes(answers: list[Answer]) -> set[str]:
 async def _ask(change: MemberChange) -> Answer:
     if change.liveness is not Liveness.LIVE:
         return Answer(change)
-    async with grpc.aio.insecure_channel(change.member.address) as channel:
+    async with dial(change.member.address) as channel:
         try:
             stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as e:
@@ -88,7 +89,7 @@ async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dic
     """What a conductor would do about the split of roles, or begins to do. NoPath without a conductor that answers."""
     conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
     for conductor in conductors:
-        async with grpc.aio.insecure_channel(conductor.address) as channel:
+        async with dial(conductor.address) as channel:
             request = pb.conductor.RebalanceRequest(apply=apply, switches=switches)
             try:
                 reply = await pb.conductor_rpc.ConductorStub(channel).Rebalance(

@@ -101,6 +101,22 @@ class GatewayConfig(_Values):
     drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
 
 
+class SecurityConfig(_Values):
+    """Who may speak to whom, and what is readable on a wire or a disk. See docs/security.md."""
+
+    tls: Literal["off", "auto", "files"] = Field(
+        "off", description="mutual TLS on every gRPC channel; auto: `moonpool up` makes the certificates; files: in tls_dir"
+    )
+    tls_dir: str = Field("", description="tls = files: folder with ca.pem, cert.pem and key.pem of this process")
+    https_cert: str = Field("", description="PEM file of the gateway's certificate chain; empty: plain HTTP")
+    https_key: str = Field("", description="PEM file of its private key, mode 0600")
+    api_keys_file: str = Field("", description="TOML file of API keys, tenants, their limits and roles; empty: everybody")
+    kv_encryption: Literal["off", "aes-gcm"] = Field("off", description="KV bytes between hosts and on SSD")
+    kv_key_file: str = Field("", description="the cluster's 32-byte KV key; empty: kv.key beside cluster.key_file")
+    zeroise: bool = Field(False, description="overwrite pages and slots with zeros when they are freed")
+    min_hit_tokens: int = Field(0, ge=0, description="prefix hits shorter than this are not used: against timing probes")
+
+
 class SchedulerConfig(_Values):
     policy: str = Field("moonpool", description="placement policy: moonpool, algorithm1, local_min_ttft, random, ...")
     policy_settings: dict[str, float] = Field(default_factory=dict, description="the policy's own numbers, by name")
@@ -153,6 +169,7 @@ class Config(_Values):
     transfer: TransferConfig = TransferConfig()
     timing: TimingConfig = TimingConfig()
     gateway: GatewayConfig = GatewayConfig()
+    security: SecurityConfig = SecurityConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     cluster: ClusterConfig = ClusterConfig()
 

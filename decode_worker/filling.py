@@ -29,6 +29,7 @@ from moonpool.decode_worker.live import Live
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.client import LandingFailure
 from moonpool.kvstore.link import StoreLink
+from moonpool.wire.channels import dial
 
 MAX_MESSAGE_BYTES = 64 << 20
 T = TypeVar("T")
@@ -159,7 +160,7 @@ class Filler:
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
             options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0)]
-            self._channels[address] = grpc.aio.insecure_channel(address, options=options)
+            self._channels[address] = dial(address, options=options)
         return self._channels[address]
 
     def _landed(self, landed: Landed) -> None:

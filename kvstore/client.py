@@ -28,6 +28,7 @@ from moonpool.kvstore.claims import Reserved
 from moonpool.kvstore.client_session import Session
 from moonpool.kvstore.regions import map_region
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import being_cancelled, error_of
 
@@ -80,7 +81,7 @@ class WorkerStore:
         self._number = 0
         self._over: MoonpoolError | None = None  # why no more calls are made
         self._closed = False
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = dial(address)
         self._stub: Any = pb.store_rpc.StoreStub(self._channel)
         self._copier = ThreadPoolExecutor(1, "store copy")
         self._background: set[asyncio.Task[None]] = set()

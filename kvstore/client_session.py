@@ -16,6 +16,7 @@ import grpc
 from moonpool.core.errors import MoonpoolError, PeerSilent
 from moonpool.core.membership import Member
 from moonpool.wire import pb
+from moonpool.wire.channels import dial_blocking
 from moonpool.wire.convert import to_wire
 from moonpool.wire.status import error_of
 
@@ -40,7 +41,7 @@ class Session:
         self._on_message = on_message
         self._on_end = on_end
         self._leaving = threading.Event()
-        self._channel: Any = grpc.insecure_channel(address)
+        self._channel: Any = dial_blocking(address)
         self._call: Any = pb.store_rpc.StoreStub(self._channel).Session(self._beats())
         self._reader = threading.Thread(target=self._read, name="store session", daemon=True)
         self._reader.start()

@@ -21,6 +21,7 @@ from moonpool.kvstore import slices
 from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
 from moonpool.wire.status import error_of
 
@@ -83,7 +84,7 @@ class Fetcher:
         self._channels.clear()
 
     def stub(self, address: str) -> Any:
-        channel = self._channels.pop(address, None) or grpc.aio.insecure_channel(address)
+        channel = self._channels.pop(address, None) or dial(address)
         self._channels[address] = channel  # the most recently used one comes last
         if len(self._channels) > KEPT_CHANNELS:
             self._node.spawn(self._channels.pop(next(iter(self._channels))).close(STALE_S))

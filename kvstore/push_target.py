@@ -17,6 +17,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member
 from moonpool.kvstore.transfer.carrier import Endpoint, Sender
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
@@ -55,7 +56,7 @@ class PushTarget:
         self.landings = 0  # that are not yet drained: it is kept for them
         self._writer = writer
         self._layout = layout
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = dial(address)
         self._stub = pb.store_rpc.StoreStub(self._channel)
         self._renewing = asyncio.Lock()
 

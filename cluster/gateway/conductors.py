@@ -22,6 +22,7 @@ from moonpool.core.ids import Role
 from moonpool.core.membership import Member, MemberChange, Peers
 from moonpool.core.placement import Finished, Placement, PlaceRequest
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import being_cancelled
 
@@ -131,7 +132,7 @@ class Conductors:
         channel = self._channels.get(address)
         if channel is None:
             self._forget_old()
-            channel = self._channels[address] = grpc.aio.insecure_channel(address)
+            channel = self._channels[address] = dial(address)
         return channel
 
     def _forget_old(self) -> None:

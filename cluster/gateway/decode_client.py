@@ -20,6 +20,7 @@ from moonpool.core.membership import Liveness, MemberChange, Peers
 from moonpool.core.placement import Placement, WorkerRef
 from moonpool.core.request import Attempt, Emission
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import why_unreachable
 
@@ -40,7 +41,7 @@ class DecodeStream:
     def __init__(self, worker: WorkerRef) -> None:
         self.worker = worker
         self.broken: PeerSilent | None = None
-        self._channel = grpc.aio.insecure_channel(worker.address, options=_OPTIONS)
+        self._channel = dial(worker.address, options=_OPTIONS)
         self._call = pb.decode_rpc.DecodeStub(self._channel).Tokens()
         self._out: asyncio.Queue[pb.decode.GatewayMessage] = asyncio.Queue(_OUT_LIMIT)
         self._attempts: dict[tuple[str, int], asyncio.Queue[Emission]] = {}
