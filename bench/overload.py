@@ -31,6 +31,7 @@ from moonpool.bench.machine import machine_facts
 from moonpool.cluster.models import local_model
 from moonpool.cluster.survey import survey
 from moonpool.core.errors import ConfigError
+from moonpool.core.idle import not_idle
 from moonpool.core.request import Targets
 from moonpool.loadgen.client import HttpSender, open_session, served_model
 from moonpool.loadgen.clock import MonotonicClock
@@ -52,7 +53,6 @@ SHARED_BLOCKS, SHARED = 2, 4  # one of four prompts begins with one of four shar
 IN_FLIGHT = 6  # keep both workers busy
 SAMPLE_S = 2.0
 SETTLE_S = 10.0
-IDLE_AT_ZERO = ("bookings", "waiting", "requests_running", "requests_waiting", "requests_in_flight", "waiting_at_conductors")
 LARGE = 2_048
 
 
@@ -245,8 +245,7 @@ async def _busy(registry: str) -> dict[str, float]:
         found = {
             f"{answer.change.member.id}.{gauge}": value
             for answer in await survey(registry)
-            for gauge in IDLE_AT_ZERO
-            if (value := answer.numbers.get(gauge, 0.0))
+            for gauge, value in not_idle(answer.numbers).items()
         }
         if not found or asyncio.get_running_loop().time() > until:
             return found

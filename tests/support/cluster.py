@@ -19,6 +19,7 @@ import grpc
 import httpx
 
 from moonpool.cluster.launch.state import ClusterState, StateDir
+from moonpool.core.idle import not_idle
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire
@@ -26,24 +27,6 @@ from moonpool.wire.convert import from_wire
 START_S = 240.0
 SPLIT = [{"name": "a", "prefill": 2}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]
 LAPTOP = [{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]
-
-# Gauges that are zero when nothing is in flight, whatever is cached.
-IDLE_AT_ZERO = (
-    "pages_used",
-    "requests_running",
-    "requests_waiting",
-    "requests_in_flight",
-    "queue",
-    "slots_reserved",
-    "slots_fenced",
-    "landings_open",
-    "tickets",
-    "pins",
-    "bookings",
-    "waiting",
-    "waiting_at_conductors",
-)
-
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -172,9 +155,7 @@ class LocalCluster:
         """What is not idle: ``member.gauge -> value``."""
         found = {}
         for member, numbers in self.numbers().items():
-            for gauge in IDLE_AT_ZERO:
-                if numbers.get(gauge, 0.0):
-                    found[f"{member}.{gauge}"] = numbers[gauge]
+            found |= {f"{member}.{gauge}": value for gauge, value in not_idle(numbers).items()}
         return found
 
     def assert_idle(self, limit_s: float = 10.0) -> None:
