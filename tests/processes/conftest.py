@@ -20,14 +20,7 @@ def oracle(model_dir: Path) -> Iterator[Oracle]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that a gateway serves: it knows decoders that go byte by byte."""
-    from tokenizers import Tokenizer, decoders
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words.decoder = decoders.ByteLevel()
-    words.save(str(folder / "tokenizer.json"))
-    return folder
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

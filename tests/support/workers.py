@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from moonpool.bench.tiny_model import make_tiny_model
 from moonpool.core.blocks import BlockHasher, blocks_for, load_hash_key, namespace
 from moonpool.core.config import ClusterConfig, Config, EngineConfig, ModelConfig, TimingConfig
 from moonpool.core.errors import Failure
@@ -23,31 +22,7 @@ from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine, Row
 from moonpool.engine.sampler import SamplerState, finish_reason, sample
 
-
-def make_tiny_model(folder: Path) -> Path:
-    """A random Llama: 2 layers, 4 query and 2 KV heads of 16, 128 ids, context 1,024. No end-of-sequence id."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
-    words.save(str(folder / "tokenizer.json"))
-    return folder
+__all__ = ["Answer", "Asker", "Crowd", "Gateway", "config_for", "generate", "idle", "make_tiny_model", "member", "ref"]
 
 
 def config_for(folder: Path, *, reuse: bool = True, timing: TimingConfig | None = None, **engine: object) -> Config:
