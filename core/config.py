@@ -90,6 +90,7 @@ class TimingConfig(_Values):
     landing_age_ms: int = Field(1_000, ge=1, description="a skipped job gains this much seniority per skip")
     place_timeout_ms: int = Field(1_000, ge=10, description="one conductor's time to answer; then the next is asked")
     conductor_wait_ms: int = Field(10_000, ge=0, description="a request waits this long for any conductor, then gets 503")
+    drain_ms: int = Field(10_000, ge=0, description="a leaving worker finishes what it can this long, then hands the rest over")
 
 
 class GatewayConfig(_Values):
@@ -99,6 +100,7 @@ class GatewayConfig(_Values):
     ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of requests that carry none; 0: none")
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target; 0: none")
     drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
+    linger_ms: int = Field(1_500, ge=0, description="a leaving gateway keeps idle connections open so long, to say goodbye")
 
 
 class SecurityConfig(_Values):

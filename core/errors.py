@@ -3,6 +3,8 @@
 MoonpoolError
 ├── UserError            the caller can mend it: the message names field, value and fix
 │   ├── InvalidRequest   a field is malformed or out of range
+│   ├── Unauthorised     no API key, or none that is known and in force
+│   ├── Forbidden        the key's roles do not allow it
 │   ├── UnknownModel
 │   ├── ContextLength    prompt and output do not fit the model's context
 │   ├── PromptTooLarge   the body, or the prompt, is above what this deployment accepts
@@ -11,9 +13,11 @@ MoonpoolError
 ├── Refused              good request, not now; carries ``retry_after_s``
 │   ├── TargetsMissed    no placement meets the request's own targets
 │   ├── Overloaded       a bounded queue is full
+│   ├── RateLimited      the key or its tenant has used up what it may ask for
 │   └── NoPath           no prefill worker, decode worker or conductor is reachable
 ├── AttemptFailed        one attempt ended; the gateway may start the next one
 │   ├── Busy             a worker or a store node said no; place again
+│   ├── Moved            a worker that leaves gives it back in order; the next try is not counted
 │   ├── PeerSilent       a peer process died, froze or became unreachable
 │   ├── TransferFailed   a carrier gave up
 │   └── DigestMismatch   bytes differ from their digest: the copy is quarantined, the block is a miss
@@ -32,6 +36,8 @@ from typing import ClassVar
 
 class Reason(StrEnum):
     INVALID_REQUEST = "invalid_request"
+    UNAUTHORISED = "invalid_api_key"
+    FORBIDDEN = "permission_denied"
     UNKNOWN_MODEL = "unknown_model"
     CONTEXT_LENGTH = "context_length_exceeded"
     PROMPT_TOO_LARGE = "prompt_too_large"
@@ -39,8 +45,10 @@ class Reason(StrEnum):
     UNSUPPORTED_MODEL = "unsupported_model"
     TARGETS_MISSED = "targets_missed"
     OVERLOADED = "overloaded"
+    RATE_LIMITED = "rate_limit_exceeded"
     NO_PATH = "no_path"
     BUSY = "busy"
+    MOVED = "moved"
     PEER_SILENT = "peer_silent"
     TRANSFER_FAILED = "transfer_failed"
     DIGEST_MISMATCH = "digest_mismatch"
@@ -53,6 +61,8 @@ class Reason(StrEnum):
 # reason -> (HTTP status, gRPC status name). 499 is the widely used "client closed request".
 STATUS: dict[Reason, tuple[int, str]] = {
     Reason.INVALID_REQUEST: (400, "INVALID_ARGUMENT"),
+    Reason.UNAUTHORISED: (401, "UNAUTHENTICATED"),
+    Reason.FORBIDDEN: (403, "PERMISSION_DENIED"),
     Reason.UNKNOWN_MODEL: (404, "NOT_FOUND"),
     Reason.CONTEXT_LENGTH: (400, "INVALID_ARGUMENT"),
     Reason.PROMPT_TOO_LARGE: (413, "INVALID_ARGUMENT"),
@@ -60,8 +70,10 @@ STATUS: dict[Reason, tuple[int, str]] = {
     Reason.UNSUPPORTED_MODEL: (500, "FAILED_PRECONDITION"),
     Reason.TARGETS_MISSED: (429, "RESOURCE_EXHAUSTED"),
     Reason.OVERLOADED: (429, "RESOURCE_EXHAUSTED"),
+    Reason.RATE_LIMITED: (429, "RESOURCE_EXHAUSTED"),
     Reason.NO_PATH: (503, "UNAVAILABLE"),
     Reason.BUSY: (503, "RESOURCE_EXHAUSTED"),
+    Reason.MOVED: (503, "UNAVAILABLE"),
     Reason.PEER_SILENT: (503, "UNAVAILABLE"),
     Reason.TRANSFER_FAILED: (503, "UNAVAILABLE"),
     Reason.DIGEST_MISMATCH: (503, "DATA_LOSS"),
@@ -97,6 +109,14 @@ class UserError(MoonpoolError):
 
 class InvalidRequest(UserError):
     reason = Reason.INVALID_REQUEST
+
+
+class Unauthorised(UserError):
+    reason = Reason.UNAUTHORISED
+
+
+class Forbidden(UserError):
+    reason = Reason.FORBIDDEN
 
 
 class UnknownModel(UserError):
@@ -135,6 +155,10 @@ class Overloaded(Refused):
     reason = Reason.OVERLOADED
 
 
+class RateLimited(Refused):
+    reason = Reason.RATE_LIMITED
+
+
 class NoPath(Refused):
     reason = Reason.NO_PATH
 
@@ -151,6 +175,10 @@ class AttemptFailed(MoonpoolError):
 
 class Busy(AttemptFailed):
     reason = Reason.BUSY
+
+
+class Moved(AttemptFailed):
+    reason = Reason.MOVED
 
 
 class PeerSilent(AttemptFailed):
