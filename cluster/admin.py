@@ -10,9 +10,12 @@ from typing import Protocol, runtime_checkable
 import grpc
 
 from moonpool.core.errors import MoonpoolError
+from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Service
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
+
+LIVES_PER_REPLY = 1_024
 
 
 @runtime_checkable
@@ -21,6 +24,13 @@ class DevicePages(Protocol):
 
     async def clear_device_pages(self) -> int:
         """Drops cached pages that nobody uses; returns how many."""
+
+
+@runtime_checkable
+class Lived(Protocol):
+    """A service that remembers the instants of requests that ended in it."""
+
+    lives: Lives
 
 
 class Admin(pb.admin_rpc.AdminServicer):
@@ -59,6 +69,13 @@ class Admin(pb.admin_rpc.AdminServicer):
             await service.clear_device_pages()
             await self._report()  # a prompt that comes next must not be placed by pages that are gone
         return await self.Stats(request, context)
+
+    async def Lives(self, request: pb.admin.LivesRequest, context: grpc.aio.ServicerContext) -> pb.admin.LivesReply:
+        service: object = self._service()
+        if not isinstance(service, Lived):
+            return pb.admin.LivesReply(next=0, json="[]")
+        number, told = service.lives.since(request.after, LIVES_PER_REPLY)
+        return pb.admin.LivesReply(next=number, json=told)
 
     async def Stop(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         self._stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from itertools import islice
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -23,10 +24,12 @@ class Instant(StrEnum):
     PREFIX_LOADED = "prefix_loaded"
     LAST_LAYER_COMPUTED = "last_layer_computed"
     FIRST_TOKEN = "first_token"
-    LAST_LAYER_LANDED = "last_layer_landed"
+    LAST_LAYER_LANDED = "last_layer_landed"  # at the decode worker: it has heard of every slice of the landing
+    SEALED = "sealed"  # at the store node: every slice of the landing is verified in its slot
     RUNNABLE = "runnable"  # every block in device pages: may join the running batch
     FINISHED = "finished"
     REFUSED = "refused"
+    CANCELLED = "cancelled"  # nobody wants it any more, or its time was over: it was still held here
 
 
 @dataclass(slots=True)
@@ -45,13 +48,15 @@ class Lifetime:
 
 
 class Lives:
-    """The newest lifetimes of one process, oldest first."""
+    """The newest lifetimes of one process, oldest first, each with its number: the first one ever is 0."""
 
-    def __init__(self, kept: int = 256) -> None:
+    def __init__(self, kept: int = 4_096) -> None:
         self._kept: deque[tuple[str, int, Lifetime]] = deque(maxlen=kept)
+        self._added = 0
 
     def add(self, request: str, attempt: int, life: Lifetime) -> None:
         self._kept.append((request, attempt, life))
+        self._added += 1
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -61,5 +66,15 @@ class Lives:
 
     def to_json(self, last: int) -> str:
         """``[[request, attempt, {instant: seconds}], ...]`` of the ``last`` newest. One machine, one clock."""
-        lives = list(self._kept)[-last:]
-        return json.dumps([[request, attempt, {i.value: t for i, t in life.at.items()}] for request, attempt, life in lives])
+        return self.since(self._added - last, last)[1]
+
+    def since(self, number: int, most: int) -> tuple[int, str]:
+        """At most ``most`` lifetimes from ``number`` on, as in ``to_json``, and the number after the last one.
+
+        Those no longer kept are left out.
+        """
+        oldest = self._added - len(self._kept)
+        skipped = max(number - oldest, 0)
+        lives = list(islice(self._kept, skipped, skipped + most))
+        told = [[request, attempt, {i.value: t for i, t in life.at.items()}] for request, attempt, life in lives]
+        return oldest + skipped + len(lives), json.dumps(told)

@@ -42,6 +42,46 @@ class SwitchRoleRequest(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class LivesRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: builtins.int
+    after: builtins.int
+    """number of the first one wanted; 0: all that are kept"""
+    def __init__(
+        self,
+        *,
+        after: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LivesReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    NEXT_FIELD_NUMBER: builtins.int
+    JSON_FIELD_NUMBER: builtins.int
+    next: builtins.int
+    """to go on with"""
+    json: builtins.str
+    """[[request, attempt, {instant: seconds of the machine's monotonic clock}], ...], bounded; ask again"""
+    def __init__(
+        self,
+        *,
+        next: builtins.int = ...,
+        json: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["json", b"json", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class AdminStats(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 

@@ -45,6 +45,11 @@ class AdminStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.AdminStats.FromString,
                 _registered_method=True)
+        self.Lives = channel.unary_unary(
+                '/moonpool.v1.Admin/Lives',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesReply.FromString,
+                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/moonpool.v1.Admin/Stop',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
@@ -69,6 +74,13 @@ class AdminServicer:
 
     def ClearDevicePages(self, request, context):
         """drop cached (unused) device pages
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lives(self, request, context):
+        """instants of requests that ended here
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,6 +112,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ClearDevicePages,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.AdminStats.SerializeToString,
+            ),
+            'Lives': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lives,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesReply.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -166,6 +183,33 @@ class Admin:
             '/moonpool.v1.Admin/ClearDevicePages',
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_admin__pb2.AdminStats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lives(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Admin/Lives',
+            moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_admin__pb2.LivesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,8 @@ class AdminStub:
     """gauges: pages, pins, slots, queues, bookings, sockets, threads"""
     ClearDevicePages: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _admin_pb2.AdminStats]
     """drop cached (unused) device pages"""
+    Lives: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LivesRequest, _admin_pb2.LivesReply]
+    """instants of requests that ended here"""
     Stop: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
     """leave in order"""
     SwitchRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]
@@ -48,6 +50,8 @@ class AdminAsyncStub(AdminStub):
     """gauges: pages, pins, slots, queues, bookings, sockets, threads"""
     ClearDevicePages: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _admin_pb2.AdminStats]  # type: ignore[assignment]
     """drop cached (unused) device pages"""
+    Lives: _aio.UnaryUnaryMultiCallable[_admin_pb2.LivesRequest, _admin_pb2.LivesReply]  # type: ignore[assignment]
+    """instants of requests that ended here"""
     Stop: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
     """leave in order"""
     SwitchRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]  # type: ignore[assignment]
@@ -69,6 +73,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AdminStats, _abc.Awaitable[_admin_pb2.AdminStats]]:
         """drop cached (unused) device pages"""
+
+    @_abc_1.abstractmethod
+    def Lives(
+        self,
+        request: _admin_pb2.LivesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LivesReply, _abc.Awaitable[_admin_pb2.LivesReply]]:
+        """instants of requests that ended here"""
 
     @_abc_1.abstractmethod
     def Stop(
