@@ -81,9 +81,10 @@ class PlaceRequest:
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
     exclude: tuple[MemberId, ...] = ()
-    priority: int = 0  # larger is more urgent
+    priority: int = 0  # larger is more urgent, among requests of its tenant
     turn: int = 1  # of its session, from 1
     kind: str = ""  # of traffic, as in ``core.use.Use``
+    weight: float = 1.0  # of its tenant, where tenants compete
 
 
 @dataclass(frozen=True, slots=True)

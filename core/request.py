@@ -58,10 +58,13 @@ class Request:
     targets: Targets = field(default_factory=Targets)
     tenant: str = "default"
     turn: int = 1  # of its conversation, counting from 1: how often the client has come back
+    kind: str = ""  # of traffic, as in ``core.use.Use``
+    priority: int = 0  # larger is more urgent, among requests of its tenant
+    weight: float = 1.0  # of its tenant, where tenants compete
 
     @property
     def use(self) -> Use:
-        return Use(tenant=self.tenant, turn=self.turn, prompt_tokens=len(self.prompt))
+        return Use(tenant=self.tenant, kind=self.kind, turn=self.turn, prompt_tokens=len(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class PlaceRequest(message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     TURN_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
@@ -42,6 +43,7 @@ class PlaceRequest(message.Message):
     priority: builtins.int
     turn: builtins.int
     kind: builtins.str
+    weight: builtins.float
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -62,10 +64,11 @@ class PlaceRequest(message.Message):
         priority: builtins.int = ...,
         turn: builtins.int = ...,
         kind: builtins.str = ...,
+        weight: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "exclude", b"exclude", "keys", b"keys", "kind", b"kind", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "exclude", b"exclude", "keys", b"keys", "kind", b"kind", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

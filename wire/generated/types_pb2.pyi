@@ -164,10 +164,16 @@ class Request(message.Message):
     TARGETS_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     TURN_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
     id: builtins.str
     namespace: builtins.bytes
     tenant: builtins.str
     turn: builtins.int
+    kind: builtins.str
+    priority: builtins.int
+    weight: builtins.float
     @builtins.property
     def prompt(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @builtins.property
@@ -187,10 +193,13 @@ class Request(message.Message):
         targets: Targets | None = ...,
         tenant: builtins.str = ...,
         turn: builtins.int = ...,
+        kind: builtins.str = ...,
+        priority: builtins.int = ...,
+        weight: builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "keys", b"keys", "namespace", b"namespace", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "keys", b"keys", "kind", b"kind", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
