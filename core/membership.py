@@ -17,9 +17,15 @@ class Liveness(StrEnum):
     GONE = "gone"  # proved dead (pidfd), left on its own word, or replaced by a newer incarnation
 
 
+PROTOCOL = 1  # of what members say to one another: counted up where an older member would not understand a newer one
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One life of one process. ``ready`` is false while it loads or drains: it is then given no new work."""
+    """One life of one process. ``ready`` is false while it loads or drains: it is then given no new work.
+
+    Members of one ``protocol`` work together, whatever the ``version`` of their packages: so they can be exchanged one by one.
+    """
 
     id: MemberId
     role: Role
@@ -33,7 +39,11 @@ class Member:
     max_context: int = 0
     max_prompt: int = 0  # tokens this worker can hold at once (prefill: its pages; decode: its pages)
     ready: bool = True
+    kv_key_id: str = ""  # where KV bytes are encrypted
     details: dict[str, str] = field(default_factory=dict)  # shown by `status`: carrier, model path, dtype
+    protocol: int = PROTOCOL
+    version: str = ""
+    term: int = 0  # conductors: in which it leads; 0: it does not
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,23 @@ class SwitchRoleRequest(message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     DRAIN_MS_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     role: builtins.str
     """prefill or decode"""
     drain_ms: builtins.int
     """running requests have so long to finish, what is left then moves; 0: as long as one may take"""
+    term: builtins.int
+    """of the leading conductor that asks; refused where a newer one is known; 0: an operator asks"""
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         drain_ms: builtins.int = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["drain_ms", b"drain_ms", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["drain_ms", b"drain_ms", "role", b"role", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,11 @@ class AdminStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/moonpool.v1.Admin/Restart',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                _registered_method=True)
         self.SwitchRole = channel.unary_unary(
                 '/moonpool.v1.Admin/SwitchRole',
                 request_serializer=moonpool_dot_wire_dot_generated_dot_admin__pb2.SwitchRoleRequest.SerializeToString,
@@ -93,6 +98,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """leave in order, to be started anew by whoever keeps this process
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SwitchRole(self, request, context):
         """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership.
         """
@@ -120,6 +132,11 @@ def add_AdminServicer_to_server(servicer, server):
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
             ),
@@ -235,6 +252,33 @@ class Admin:
             request,
             target,
             '/moonpool.v1.Admin/Stop',
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Admin/Restart',
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
             options,

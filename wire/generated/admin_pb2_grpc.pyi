@@ -40,6 +40,8 @@ class AdminStub:
     """instants of requests that ended here"""
     Stop: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
     """leave in order"""
+    Restart: _grpc.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]
+    """leave in order, to be started anew by whoever keeps this process"""
     SwitchRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]
     """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership."""
 
@@ -54,6 +56,8 @@ class AdminAsyncStub(AdminStub):
     """instants of requests that ended here"""
     Stop: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
     """leave in order"""
+    Restart: _aio.UnaryUnaryMultiCallable[_types_pb2.Empty, _types_pb2.Empty]  # type: ignore[assignment]
+    """leave in order, to be started anew by whoever keeps this process"""
     SwitchRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SwitchRoleRequest, _types_pb2.Empty]  # type: ignore[assignment]
     """Begins to drain; the process then leaves and comes back as a new life in the other role. Watch its membership."""
 
@@ -89,6 +93,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
         """leave in order"""
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _types_pb2.Empty,
+        context: _ServicerContext,
+    ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
+        """leave in order, to be started anew by whoever keeps this process"""
 
     @_abc_1.abstractmethod
     def SwitchRole(

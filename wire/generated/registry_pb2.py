@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&moonpool/wire/generated/registry.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"W\n\nMemberBeat\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Member\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\"\x88\x01\n\x0fRegistryMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.EmptyH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.moonpool.v1.EmptyH\x00\x12\x10\n\x06\x66\x65nced\x18\x03 \x01(\tH\x00\x12\x10\n\x08replaced\x18\x04 \x01(\x08\x42\x06\n\x04kind\"@\n\nGoneReport\x12\x0e\n\x06member\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05proof\x18\x03 \x01(\t\"5\n\x07Members\x12*\n\x07members\x18\x01 \x03(\x0b\x32\x19.moonpool.v1.MemberChange2\xf4\x01\n\x08Registry\x12\x41\n\x04Join\x12\x17.moonpool.v1.MemberBeat\x1a\x1c.moonpool.v1.RegistryMessage(\x01\x30\x01\x12\x38\n\x05Watch\x12\x12.moonpool.v1.Empty\x1a\x19.moonpool.v1.MemberChange0\x01\x12\x30\n\x04List\x12\x12.moonpool.v1.Empty\x1a\x14.moonpool.v1.Members\x12\x39\n\nReportGone\x12\x17.moonpool.v1.GoneReport\x1a\x12.moonpool.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&moonpool/wire/generated/registry.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"W\n\nMemberBeat\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Member\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\"\x88\x01\n\x0fRegistryMessage\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.EmptyH\x00\x12\"\n\x04\x62\x65\x61t\x18\x02 \x01(\x0b\x32\x12.moonpool.v1.EmptyH\x00\x12\x10\n\x06\x66\x65nced\x18\x03 \x01(\tH\x00\x12\x10\n\x08replaced\x18\x04 \x01(\x08\x42\x06\n\x04kind\"@\n\nGoneReport\x12\x0e\n\x06member\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\r\n\x05proof\x18\x03 \x01(\t\"5\n\x07Members\x12*\n\x07members\x18\x01 \x03(\x0b\x32\x19.moonpool.v1.MemberChange\"Y\n\x0bLeadRequest\x12\x0e\n\x06member\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x12\n\nknown_term\x18\x03 \x01(\x04\x12\x11\n\theld_term\x18\x04 \x01(\x04\"P\n\tLeadReply\x12\x0e\n\x06leader\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04term\x18\x03 \x01(\x04\x12\x10\n\x08lease_ms\x18\x04 \x01(\r2\xae\x02\n\x08Registry\x12\x41\n\x04Join\x12\x17.moonpool.v1.MemberBeat\x1a\x1c.moonpool.v1.RegistryMessage(\x01\x30\x01\x12\x38\n\x05Watch\x12\x12.moonpool.v1.Empty\x1a\x19.moonpool.v1.MemberChange0\x01\x12\x30\n\x04List\x12\x12.moonpool.v1.Empty\x1a\x14.moonpool.v1.Members\x12\x39\n\nReportGone\x12\x17.moonpool.v1.GoneReport\x1a\x12.moonpool.v1.Empty\x12\x38\n\x04Lead\x12\x18.moonpool.v1.LeadRequest\x1a\x16.moonpool.v1.LeadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,6 +40,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GONEREPORT']._serialized_end=384
   _globals['_MEMBERS']._serialized_start=386
   _globals['_MEMBERS']._serialized_end=439
-  _globals['_REGISTRY']._serialized_start=442
-  _globals['_REGISTRY']._serialized_end=686
+  _globals['_LEADREQUEST']._serialized_start=441
+  _globals['_LEADREQUEST']._serialized_end=530
+  _globals['_LEADREPLY']._serialized_start=532
+  _globals['_LEADREPLY']._serialized_end=612
+  _globals['_REGISTRY']._serialized_start=615
+  _globals['_REGISTRY']._serialized_end=917
 # @@protoc_insertion_point(module_scope)

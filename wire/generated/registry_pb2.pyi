@@ -118,3 +118,59 @@ class Members(message.Message):
     _ClearFieldArgType: _TypeAlias = typing.Literal["members", b"members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LeadRequest(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    KNOWN_TERM_FIELD_NUMBER: builtins.int
+    HELD_TERM_FIELD_NUMBER: builtins.int
+    member: builtins.str
+    incarnation: builtins.int
+    known_term: builtins.int
+    """the newest it has heard of: a registry that comes back empty goes on from there"""
+    held_term: builtins.int
+    """the one it holds still, 0: none"""
+    def __init__(
+        self,
+        *,
+        member: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        known_term: builtins.int = ...,
+        held_term: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["held_term", b"held_term", "incarnation", b"incarnation", "known_term", b"known_term", "member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LeadReply(message.Message):
+    DESCRIPTOR: descriptor.Descriptor
+
+    LEADER_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    leader: builtins.str
+    """empty: nobody yet"""
+    incarnation: builtins.int
+    term: builtins.int
+    lease_ms: builtins.int
+    """from when it was asked for; 0: the asker does not lead"""
+    def __init__(
+        self,
+        *,
+        leader: builtins.str = ...,
+        incarnation: builtins.int = ...,
+        term: builtins.int = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["incarnation", b"incarnation", "leader", b"leader", "lease_ms", b"lease_ms", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...

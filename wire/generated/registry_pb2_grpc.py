@@ -55,6 +55,11 @@ class RegistryStub:
                 request_serializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.GoneReport.SerializeToString,
                 response_deserializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Lead = channel.unary_unary(
+                '/moonpool.v1.Registry/Lead',
+                request_serializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadRequest.SerializeToString,
+                response_deserializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -89,6 +94,13 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lead(self, request, context):
+        """a live conductor asks for, or renews, the lease of who acts in the background
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.ReportGone,
                     request_deserializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.GoneReport.FromString,
                     response_serializer=moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.SerializeToString,
+            ),
+            'Lead': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lead,
+                    request_deserializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadRequest.FromString,
+                    response_serializer=moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +238,33 @@ class Registry:
             '/moonpool.v1.Registry/ReportGone',
             moonpool_dot_wire_dot_generated_dot_registry__pb2.GoneReport.SerializeToString,
             moonpool_dot_wire_dot_generated_dot_types__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.Registry/Lead',
+            moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadRequest.SerializeToString,
+            moonpool_dot_wire_dot_generated_dot_registry__pb2.LeadReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,8 @@ class RegistryStub:
     """everybody known, now"""
     ReportGone: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GoneReport, _types_pb2.Empty]
     """a host's agent proves a death"""
+    Lead: _grpc.UnaryUnaryMultiCallable[_registry_pb2.LeadRequest, _registry_pb2.LeadReply]
+    """a live conductor asks for, or renews, the lease of who acts in the background"""
 
 @_typing.type_check_only
 class RegistryAsyncStub(RegistryStub):
@@ -56,6 +58,8 @@ class RegistryAsyncStub(RegistryStub):
     """everybody known, now"""
     ReportGone: _aio.UnaryUnaryMultiCallable[_registry_pb2.GoneReport, _types_pb2.Empty]  # type: ignore[assignment]
     """a host's agent proves a death"""
+    Lead: _aio.UnaryUnaryMultiCallable[_registry_pb2.LeadRequest, _registry_pb2.LeadReply]  # type: ignore[assignment]
+    """a live conductor asks for, or renews, the lease of who acts in the background"""
 
 class RegistryServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -91,5 +95,13 @@ class RegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_types_pb2.Empty, _abc.Awaitable[_types_pb2.Empty]]:
         """a host's agent proves a death"""
+
+    @_abc_1.abstractmethod
+    def Lead(
+        self,
+        request: _registry_pb2.LeadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.LeadReply, _abc.Awaitable[_registry_pb2.LeadReply]]:
+        """a live conductor asks for, or renews, the lease of who acts in the background"""
 
 def add_RegistryServicer_to_server(servicer: RegistryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

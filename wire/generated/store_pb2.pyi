@@ -351,6 +351,7 @@ class KeysRequest(message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     USE_FIELD_NUMBER: builtins.int
     LOAD_MS_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     session: builtins.int
     layout: builtins.str
     """fingerprint"""
@@ -358,6 +359,8 @@ class KeysRequest(message.Message):
     """Reserve: key of the block before the first; empty: keys[0] begins its sequence"""
     load_ms: builtins.int
     """Pin: bring blocks from lower tiers of this node for at most this long; 0: DRAM only"""
+    term: builtins.int
+    """Cool: as in ReplicateRequest"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -373,10 +376,11 @@ class KeysRequest(message.Message):
         parent: builtins.bytes = ...,
         use: types_pb2.Use | None = ...,
         load_ms: builtins.int = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "load_ms", b"load_ms", "parent", b"parent", "session", b"session", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["keys", b"keys", "layout", b"layout", "load_ms", b"load_ms", "parent", b"parent", "session", b"session", "term", b"term", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -689,9 +693,12 @@ class ReplicateRequest(message.Message):
     NODE_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     USE_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     node: builtins.str
     """who has them"""
     deadline_ms: builtins.int
+    term: builtins.int
+    """of the leading conductor that asks; refused where a newer one is known; 0: nobody who has to lead asks"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """a sequence from its first block on; what is here already is not moved"""
@@ -710,10 +717,11 @@ class ReplicateRequest(message.Message):
         node: builtins.str = ...,
         deadline_ms: builtins.int = ...,
         use: types_pb2.Use | None = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "node", b"node", "term", b"term", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -780,7 +788,10 @@ class WarmRequest(message.Message):
     LAYOUT_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
     USE_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     deadline_ms: builtins.int
+    term: builtins.int
+    """as in ReplicateRequest"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -794,10 +805,11 @@ class WarmRequest(message.Message):
         layout: types_pb2.KVLayout | None = ...,
         deadline_ms: builtins.int = ...,
         use: types_pb2.Use | None = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout", "use", b"use"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "use", b"use"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "keys", b"keys", "layout", b"layout", "term", b"term", "use", b"use"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -629,6 +629,10 @@ class Member(message.Message):
     MAX_PROMPT_FIELD_NUMBER: builtins.int
     READY_FIELD_NUMBER: builtins.int
     DETAILS_FIELD_NUMBER: builtins.int
+    KV_KEY_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     id: builtins.str
     role: builtins.str
     node: builtins.str
@@ -640,6 +644,14 @@ class Member(message.Message):
     max_context: builtins.int
     max_prompt: builtins.int
     ready: builtins.bool
+    kv_key_id: builtins.str
+    """where KV bytes are encrypted"""
+    protocol: builtins.int
+    """of what members say to one another; another one is refused"""
+    version: builtins.str
+    """of the package: may differ"""
+    term: builtins.int
+    """conductors: in which it leads; 0: it does not"""
     @builtins.property
     def layout(self) -> KVLayout: ...
     @builtins.property
@@ -660,10 +672,14 @@ class Member(message.Message):
         max_prompt: builtins.int = ...,
         ready: builtins.bool = ...,
         details: abc.Mapping[builtins.str, builtins.str] | None = ...,
+        kv_key_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        version: builtins.str = ...,
+        term: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "details", b"details", "hash_key_id", b"hash_key_id", "id", b"id", "incarnation", b"incarnation", "layout", b"layout", "max_context", b"max_context", "max_prompt", b"max_prompt", "model", b"model", "node", b"node", "pid", b"pid", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["address", b"address", "details", b"details", "hash_key_id", b"hash_key_id", "id", b"id", "incarnation", b"incarnation", "kv_key_id", b"kv_key_id", "layout", b"layout", "max_context", b"max_context", "max_prompt", b"max_prompt", "model", b"model", "node", b"node", "pid", b"pid", "protocol", b"protocol", "ready", b"ready", "role", b"role", "term", b"term", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
