@@ -22,6 +22,7 @@ from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
 from moonpool.kvstore.library.objects import RAW_LAYOUTS
+from moonpool.kvstore.sealing.keys import kv_keys
 
 if TYPE_CHECKING:
     from moonpool.cluster.gateway.service import Gateway
@@ -37,7 +38,9 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
     """Loads and starts the service of ``spec.role``. MoonpoolError where configuration or machine do not allow it."""
     config = spec.config
     hash_key = load_hash_key(Path(config.cluster.key_file))
-    member = replace(member, model=config.model_name, hash_key_id=key_id(hash_key))
+    keys = kv_keys(config, Path.home())
+    kv_key_id = "" if keys is None else keys.current.id
+    member = replace(member, model=config.model_name, hash_key_id=key_id(hash_key), kv_key_id=kv_key_id)
     match spec.role:
         case Role.STORE:
             return await _store(spec, member, peers, say)

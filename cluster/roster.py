@@ -114,3 +114,12 @@ def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
                 raise LayoutMismatch(
                     f"{field} differs: {mine!r} at {member.id}, {theirs!r} at {other.id}; start both with the same one"
                 )
+        if member.hash_key_id and other.hash_key_id and member.kv_key_id != other.kv_key_id:
+            raise LayoutMismatch(
+                f"kv key differs: {_kv_key(member)}, {_kv_key(other)}; start both with the same security.kv_encryption "
+                "and security.kv_key_file"
+            )
+
+
+def _kv_key(member: Member) -> str:
+    return f"{member.kv_key_id or 'none (kv_encryption = off)'} at {member.id}"

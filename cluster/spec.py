@@ -79,9 +79,10 @@ class RoleSpec:
 
 
 def with_absolute_paths(config: Config, home: Path) -> Config:
-    """``config`` with ``state_dir`` and ``key_file`` spelled out, so that every process agrees whatever its home is."""
+    """``config`` with ``state_dir`` and the key files spelled out, so that every process agrees whatever its home is."""
     paths = {"state_dir": str(config.state_dir(home).absolute()), "key_file": str(config.key_file(home).absolute())}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=paths)})
+    security = config.security.model_copy(update={"kv_key_file": str(config.kv_key_file(home).absolute())})
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=paths), "security": security})
 
 
 def _is_loopback(host: str) -> bool:

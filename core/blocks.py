@@ -7,18 +7,16 @@ the key and is infeasible for someone who does not, so a hit needs no comparison
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
-import tempfile
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from moonpool.core.errors import ConfigError
+from moonpool.core import key_files
 from moonpool.core.layout import KVLayout
 
 KEY_BYTES = 16
-HASH_KEY_BYTES = 32
+HASH_KEY_BYTES = key_files.KEY_FILE_BYTES
 ROOT = bytes(KEY_BYTES)  # parent of a first block
 TOKEN_BYTES = 4
 
@@ -66,31 +64,12 @@ def token_bytes(ids: Sequence[int]) -> bytes:
 
 def key_id(hash_key: bytes) -> str:
     """A public name of a hash key, compared at registration so that two different keys never meet silently."""
-    return hashlib.blake2b(b"moonpool hash key id" + hash_key, digest_size=8).hexdigest()
+    return key_files.key_id(hash_key, "hash key")
 
 
 def load_hash_key(path: Path) -> bytes:
     """The cluster's hash key from ``path``; the first start makes it (mode 0600). Safe when several start at once."""
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
-            with os.fdopen(fd, "wb") as f:
-                f.write(os.urandom(HASH_KEY_BYTES))
-            try:
-                os.link(fresh, path)  # atomic: the first one wins, the others read it
-            except FileExistsError:
-                pass
-            finally:
-                os.unlink(fresh)
-        raw = path.read_bytes()
-    except OSError as e:
-        raise ConfigError(f"key_file: cannot read or make {path}: {e.strerror}; give a writable path", param="key_file") from e
-    if len(raw) != HASH_KEY_BYTES:
-        raise ConfigError(
-            f"key_file: {path} holds {len(raw)} bytes, {HASH_KEY_BYTES} needed; remove it to make a new one", param="key_file"
-        )
-    return raw
+    return key_files.load_key(path, "key_file")
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

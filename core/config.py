@@ -90,6 +90,7 @@ class TimingConfig(_Values):
     landing_age_ms: int = Field(1_000, ge=1, description="a skipped job gains this much seniority per skip")
     place_timeout_ms: int = Field(1_000, ge=10, description="one conductor's time to answer; then the next is asked")
     conductor_wait_ms: int = Field(10_000, ge=0, description="a request waits this long for any conductor, then gets 503")
+    path_wait_ms: int = Field(10_000, ge=0, description="a request that has begun waits this long for a worker to take it on")
     drain_ms: int = Field(10_000, ge=0, description="a leaving worker finishes what it can this long, then hands the rest over")
 
 
@@ -113,7 +114,9 @@ class SecurityConfig(_Values):
     https_cert: str = Field("", description="PEM file of the gateway's certificate chain; empty: plain HTTP")
     https_key: str = Field("", description="PEM file of its private key, mode 0600")
     api_keys_file: str = Field("", description="TOML file of API keys, tenants, their limits and roles; empty: everybody")
-    kv_encryption: Literal["off", "aes-gcm"] = Field("off", description="KV bytes between hosts and on SSD")
+    kv_encryption: Literal["off", "aes-gcm"] = Field(
+        "off", description="KV bytes between hosts, on SSD and on the shared tier are encrypted and authenticated (AES-256-GCM)"
+    )
     kv_key_file: str = Field("", description="the cluster's 32-byte KV key; empty: kv.key beside cluster.key_file")
     zeroise: bool = Field(False, description="overwrite pages and slots with zeros when they are freed")
     min_hit_tokens: int = Field(0, ge=0, description="prefix hits shorter than this are not used: against timing probes")
@@ -184,3 +187,7 @@ class Config(_Values):
 
     def key_file(self, home: Path) -> Path:
         return Path(self.cluster.key_file) if self.cluster.key_file else home / ".config/moonpool/hash.key"
+
+    def kv_key_file(self, home: Path) -> Path:
+        given = self.security.kv_key_file
+        return Path(given) if given else self.key_file(home).with_name("kv.key")

@@ -141,6 +141,11 @@ class Lives:
         mine, theirs = self._member.hash_key_id, member.hash_key_id
         if mine and theirs and mine != theirs:
             raise LayoutMismatch(f"hash key {mine} here, {theirs} at {member.id}; start both with the same cluster.key_file")
+        if mine and theirs and self._member.kv_key_id != member.kv_key_id:
+            here, there = self._member.kv_key_id or "none", member.kv_key_id or "none"
+            raise LayoutMismatch(
+                f"kv key {here} here, {there} at {member.id}; start both with the same security.kv_encryption and kv_key_file"
+            )
 
     def _replace_older(self, newer: Life, pid: int) -> None:
         """A newer life ends the older ones. Their death is taken as proved, unless a pidfd of another process says no."""
