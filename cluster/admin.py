@@ -30,14 +30,14 @@ class DevicePages(Protocol):
 class Lived(Protocol):
     """A service that remembers the instants of requests that ended in it."""
 
-    lives: Lives
+    lifetimes: Lives
 
 
 class Admin(pb.admin_rpc.AdminServicer):
     """``service`` is None while the process loads. ``report`` tells the conductors how things stand now.
 
-    ``membership``: gauges of this process's side of the registry. ``switch`` (role, seconds to drain) begins a change of
-    role, or raises why it cannot.
+    ``membership``: gauges of this process's side of the registry. ``stop`` and ``restart`` begin its end; ``switch`` (role,
+    seconds to drain) begins a change of role, or raises why it cannot.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class Admin(pb.admin_rpc.AdminServicer):
         service: Callable[[], Service | None],
         report: Callable[[], Awaitable[None]],
         stop: Callable[[], None],
+        restart: Callable[[], None],
         membership: Callable[[], dict[str, float]],
         switch: Callable[[str, float], None],
     ) -> None:
-        self._member, self._service, self._report, self._stop = member, service, report, stop
+        self._member, self._service, self._report = member, service, report
+        self._stop, self._restart = stop, restart
         self._membership, self._switch = membership, switch
 
     async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
@@ -74,11 +76,15 @@ class Admin(pb.admin_rpc.AdminServicer):
         service: object = self._service()
         if not isinstance(service, Lived):
             return pb.admin.LivesReply(next=0, json="[]")
-        number, told = service.lives.since(request.after, LIVES_PER_REPLY)
+        number, told = service.lifetimes.since(request.after, LIVES_PER_REPLY)
         return pb.admin.LivesReply(next=number, json=told)
 
     async def Stop(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         self._stop()
+        return pb.types.Empty()
+
+    async def Restart(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.types.Empty:
+        self._restart()
         return pb.types.Empty()
 
     async def SwitchRole(self, request: pb.admin.SwitchRoleRequest, context: grpc.aio.ServicerContext) -> pb.types.Empty:

@@ -68,7 +68,7 @@ class Handoff:
         self.prefill = prefill
         self.client = client
         self.drained: Drained | None = None
-        self.last_landed = 0.0  # when the newest notice came
+        self.last_landed = 0.0  # when the last of all its slices was told of
         self._job = job
         self._sequence = sequence
         self._copier = copier
@@ -102,7 +102,6 @@ class Handoff:
         await asyncio.gather(*self._loose)
 
     def landed(self, landed: Landed) -> None:
-        self.last_landed = time.monotonic()
         self._tell(lambda: self._sink.landed(landed))
 
     def fail(self, failure: Failure) -> None:
@@ -144,6 +143,8 @@ class Handoff:
         except Bug as e:  # whatever is ambiguous is cleaned: the attempt ends, its pages go when the copies have ended
             log.exception("hand-off of %s attempt %d", *self._sequence.name)
             actions = self._sink.failed(Failure.of(e))
+        if not self.last_landed and self._sink.all_landed:
+            self.last_landed = time.monotonic()
         for action in actions:
             self._perform(action)
 

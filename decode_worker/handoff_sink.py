@@ -123,6 +123,11 @@ class HandoffSink:
         """Copies asked for and not reported yet."""
         return len(self._asked) - len(self._copied)
 
+    @property
+    def all_landed(self) -> bool:
+        """Every slice of the landing is in the pool, as far as was told."""
+        return self.landing is not None and len(self._asked) == len(self._slots) * self._layers
+
     def begun(self, landing: Landing) -> list[Action]:
         """Prefill has begun and its blocks will come in ``landing``; blocks the host holds already can be copied at once."""
         if self.landing is not None:

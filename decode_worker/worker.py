@@ -58,7 +58,7 @@ class DecodeWorker:
         self._broken: Failure | None = None
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
         self._counts: Counter[str] = Counter()
-        self.lives = Lives()
+        self.lifetimes = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
 
     @classmethod
@@ -85,8 +85,7 @@ class DecodeWorker:
         self._streams.discard(stream)
         for live in self._attempts.all():
             if live.stream is stream:
-                self._counts["cancelled"] += 1
-                self._abort(live, None)
+                self._cancelled(live, None)
 
     def begin(self, stream: TokenStream, attempt: Attempt, placement: Placement) -> None:
         """Take ``attempt``; a refusal is its first and last emission. A newer attempt ends the older one of its request."""
@@ -107,8 +106,7 @@ class DecodeWorker:
         """End it without an answer; unknown or finished attempts are a no-op."""
         live = self._attempts.get(request, attempt)
         if live is not None and live.stream is stream:
-            self._counts["cancelled"] += 1
-            self._abort(live, Emission(request, attempt, live.position, finish=FinishReason.CANCELLED))
+            self._cancelled(live, Emission(request, attempt, live.position, finish=FinishReason.CANCELLED))
 
     def _admit(self, stream: TokenStream, attempt: Attempt, placement: Placement) -> None:
         if self._broken is not None:
@@ -218,7 +216,13 @@ class DecodeWorker:
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
+    def _cancelled(self, live: Live, last: Emission | None) -> None:
+        self._counts["cancelled"] += 1
+        live.life.stamp(Instant.CANCELLED, time.monotonic())
+        self._abort(live, last)
+
     def _deadline(self, live: Live) -> None:
+        live.life.stamp(Instant.CANCELLED, time.monotonic())
         error = DeadlinePassed(f"{live.attempt.deadline_ms} ms were left of the request's budget when it came here")
         self._fail(live, Failure.of(error))
 
@@ -245,7 +249,7 @@ class DecodeWorker:
         if live.deadline is not None:
             live.deadline.cancel()
         live.life.stamp(Instant.FINISHED, time.monotonic())
-        self.lives.add(live.request, live.attempt.number, live.life)
+        self.lifetimes.add(live.request, live.attempt.number, live.life)
         if last is not None:
             live.stream.put(last)
         client = self._filler.link.client
@@ -290,7 +294,7 @@ class DecodeWorker:
             "model": self._member.model,
             "layout": self._engine.layout.fingerprint,
             "state": self._broken.message if self._broken else "computing",
-            "lives": self.lives.to_json(TOLD_LIVES),
+            "lives": self.lifetimes.to_json(TOLD_LIVES),
         }
 
     def report(self) -> WorkerReport:

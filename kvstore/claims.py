@@ -9,6 +9,7 @@ from typing import NamedTuple
 from moonpool.core.ids import Incarnation, MemberId, RequestId
 from moonpool.core.landing import Landing, SlotRef
 from moonpool.core.layout import KVLayout
+from moonpool.core.lifetime import Lifetime
 from moonpool.core.use import Use
 
 
@@ -108,6 +109,7 @@ class LandingClaim:
     held: list[int]  # rows of the index, pinned for the reader
     anchor: list[int]  # the parent of the first block, if it has one here: pinned so that it cannot be evicted meanwhile
     incomplete: int  # targets with layers missing
+    life: Lifetime = field(default_factory=Lifetime)
     writer_open: bool = True
     reader_open: bool = True
     fenced: bool = False

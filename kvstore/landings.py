@@ -15,6 +15,7 @@ from moonpool.core.errors import Busy, InvalidRequest
 from moonpool.core.ids import RequestId
 from moonpool.core.landing import Landing, LandingSlot, PushNotice
 from moonpool.core.layout import KVLayout
+from moonpool.core.lifetime import Instant, Lives
 from moonpool.kvstore.claims import Expected, LandingAsk, LandingClaim, Life, Target
 from moonpool.kvstore.holdings import Holdings
 
@@ -27,6 +28,7 @@ def tail_key(request: RequestId, attempt: int, block: int) -> bytes:
 
 class Landings:
     def __init__(self, holdings: Holdings) -> None:
+        self.lives = Lives()
         self._held = holdings
         self._claims: dict[int, LandingClaim] = {}
         self._granted: dict[tuple[RequestId, int, Life], int] = {}
@@ -67,7 +69,7 @@ class Landings:
             target.slot = slot
         if ask.tail_valid:
             missing.append(self._tail(ask, slots[-1]))
-        return self._record(ask, account, missing, held, anchor)
+        return self._record(ask, account, missing, held, anchor, now)
 
     def _same(self, claim: LandingClaim, ask: LandingAsk) -> Landing:
         old = claim.ask
@@ -103,7 +105,7 @@ class Landings:
         return Target(slot, key, None, block, ask.tail_valid, (1 << ask.layout.layers) - 1, findable=False, coming=False)
 
     def _record(
-        self, ask: LandingAsk, account: int, targets: list[Target], held: list[tuple[int, int]], anchor: list[int]
+        self, ask: LandingAsk, account: int, targets: list[Target], held: list[tuple[int, int]], anchor: list[int], now: float
     ) -> Landing:
         landing = Landing(
             self._held.next_id(),
@@ -118,6 +120,9 @@ class Landings:
         )
         by_slot = {target.slot: target for target in targets}
         claim = LandingClaim(landing, ask, account, by_slot, [row for _, row in held], anchor, len(targets))
+        claim.life.stamp(Instant.LANDING_GRANTED, now)
+        if not targets:
+            claim.life.stamp(Instant.SEALED, now)
         self._claims[landing.id] = claim
         self._granted[ask.request, ask.attempt, ask.writer] = landing.id
         self._held.expect([target.key for target in targets if target.coming])
@@ -171,6 +176,8 @@ class Landings:
         target.bad &= target.left
         if not target.left:
             claim.incomplete -= 1
+            if not claim.incomplete:
+                claim.life.stamp(Instant.SEALED, now)
             if target.findable:
                 self._complete(claim, target, now)
 
@@ -254,6 +261,7 @@ class Landings:
         self._held.unpin(claim.held)
         claim.held = []
         if claim.writer_open:
+            claim.life.stamp(Instant.CANCELLED, now)
             self.fence(claim)
         self._settle(claim, now)
         return True
@@ -285,6 +293,8 @@ class Landings:
         """When writer and reader are both through, everything the landing held comes free."""
         if claim.writer_open or claim.reader_open:
             return
+        claim.life.stamp(Instant.FINISHED, now)
+        self.lives.add(claim.landing.request, claim.landing.attempt, claim.life)
         del self._claims[claim.landing.id]
         self._granted.pop((claim.ask.request, claim.ask.attempt, claim.ask.writer), None)
         for target in claim.targets.values():

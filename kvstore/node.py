@@ -22,6 +22,7 @@ from moonpool.core.errors import Busy, Failure, InvalidRequest, TransferFailed
 from moonpool.core.events import IndexSnapshot
 from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
+from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Peers, WorkerReport
 from moonpool.core.use import Use
 from moonpool.kvstore.agent import socket_path
@@ -296,6 +297,11 @@ class StoreNode:
     def generation(self) -> int:
         """The life of the carrier's endpoint."""
         return self.receiving.generation
+
+    @property
+    def lifetimes(self) -> Lives:
+        """Of the landings that ended here."""
+        return self.pool.landings.lives
 
     def _session_ended(self, session: NodeSession) -> None:
         self.lives.session_ended(session)

@@ -179,7 +179,9 @@ class Runner:
             work.found = finding.result()
         work.load_seconds = time.monotonic() - begun
         blocks = work.matched + len(work.found.slots)
-        if work.found.slots and not work.ended():
+        if not work.found.slots:
+            work.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
+        elif not work.ended():
             self._load(work, work.matched, work.found)
         work.start = min(blocks * size, len(work.tokens) - 1)
 

@@ -70,7 +70,7 @@ class PrefillWorker:
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
         self._counts: Counter[str] = Counter()
-        self.lives = Lives()
+        self.lifetimes = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._loop_task = asyncio.create_task(self._run(), name="prefill")
 
@@ -141,9 +141,11 @@ class PrefillWorker:
         """Whatever it is doing; a no-op once it has ended."""
         if work.key in self._jobs and not work.source.stop:
             self._counts["cancelled"] += 1
+            work.life.stamp(Instant.CANCELLED, time.monotonic())
             work.cancel(why)
 
     def _deadline(self, work: Job) -> None:
+        work.life.stamp(Instant.CANCELLED, time.monotonic())
         work.fail(Failure.of(DeadlinePassed(f"{work.job.attempt.deadline_ms} ms were left when the job came here")))
 
     def _quiet(self, work: Job) -> None:
@@ -158,7 +160,7 @@ class PrefillWorker:
             if self._newest.get(RequestId(request)) == number:
                 del self._newest[RequestId(request)]
         work.life.stamp(Instant.FINISHED, time.monotonic())
-        self.lives.add(*work.key, work.life)
+        self.lifetimes.add(*work.key, work.life)
         self._wake.set()
 
     def _peer_changed(self, change: MemberChange) -> None:
@@ -228,7 +230,7 @@ class PrefillWorker:
             "model": self._member.model,
             "layout": self._engine.layout.fingerprint,
             "carriers": self._pusher.carriers(),
-            "lives": self.lives.to_json(TOLD_LIVES),
+            "lives": self.lifetimes.to_json(TOLD_LIVES),
         }
 
     def report(self) -> WorkerReport:
