@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +24,7 @@ from moonpool.core.membership import Member
 from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
+from moonpool.wire import channels
 
 LAYOUT = KVLayout("be" * 16, layers=8, kv_heads=4, head_dim=128, dtype="bfloat16", block_tokens=64)  # 1 MiB blocks
 PROMPT = 64  # blocks of one sequence
@@ -63,8 +63,8 @@ def _config(given: dict[str, Any]) -> Config:
 
 async def _run(given: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
     config, node = _config(given), NodeId(given["node"])
-    server = grpc.aio.server()
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server = channels.server()
+    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1:0')}"
     life = Incarnation(time.time_ns())
     me = Member(MemberId(f"store-{node}"), Role.STORE, node, life, address, os.getpid(), LAYOUT)
     peers = Membership(given["registry"], config.timing, lambda why, replaced: None)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +26,7 @@ from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.kvstore import slices
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
+from moonpool.wire import channels
 
 LAYOUT = KVLayout("c0" * 16, layers=8, kv_heads=2, head_dim=64, dtype="bfloat16", block_tokens=64)  # 256 KiB blocks
 BATCH = 16
@@ -125,8 +125,8 @@ def _inside(node: str, folder: Path, line: socket.socket) -> None:
 
 
 async def _serve(node: str, folder: Path, line: socket.socket) -> None:
-    server, roll = grpc.aio.server(), Roll()
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server, roll = channels.server(), Roll()
+    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1:0')}"
     me = member(f"store-{node}", Role.STORE, node, address)
     store = await StoreNode.start(config(folder), me, LAYOUT, roll)
     store.add_to(server)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
 import numpy as np
 
 from moonpool.bench.crash import Checked, Operation, Stage
@@ -20,6 +19,7 @@ from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
+from moonpool.wire import channels
 
 LOW, HIGH, LIFE, AT = 0, 1, 2, 3  # notes: LOW <= n < HIGH must be there; the child's incarnation; blocks begun so far
 
@@ -139,8 +139,8 @@ class _Take(_WithHouse):
 
     async def _run(self, folder: Path, stage: Stage) -> None:
         stage.note(HIGH, BATCH)
-        server = grpc.aio.server()
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server = channels.server()
+        address = f"127.0.0.1:{channels.bind(server, '127.0.0.1:0')}"
         roll = Roll([self.house.store])
         node = await StoreNode.start(config(folder), member("store-a", Role.STORE, "a", address), LAYOUT, roll)
         node.add_to(server)

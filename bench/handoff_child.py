@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from moonpool.core.blocks import BlockHasher, chunk_end, namespace
@@ -25,7 +24,7 @@ from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.core.request import Attempt, Request, SamplingParams
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 STORE, READER = MemberId("store-b"), MemberId("decode-0")
@@ -91,8 +90,8 @@ async def _store(given: dict[str, Any], answer: Answer) -> None:
     from moonpool.kvstore.node import StoreNode
 
     layout = _layout(given)
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
+    server = channels.server()
+    port = channels.bind(server, "127.0.0.1:0")
     writers = [_member(MemberId(name), Role.PREFILL, given["writer_node"], layout) for name in given["writers"]]
     reader = _member(READER, Role.DECODE, "b", layout)
     me = _member(STORE, Role.STORE, "b", layout, f"127.0.0.1:{port}")

@@ -12,9 +12,7 @@ from moonpool.cluster.admin import Admin
 from moonpool.core.errors import ConfigError
 from moonpool.core.membership import Service
 from moonpool.wire import pb
-from moonpool.wire.channels import bind
-
-MAX_MESSAGE_BYTES = 64 << 20
+from moonpool.wire.channels import bind, server
 
 
 @runtime_checkable
@@ -28,9 +26,7 @@ class Face:
     """Bound when made, serving once started. ConfigError: ``host`` is no address of this machine."""
 
     def __init__(self, host: str, admin: Admin) -> None:
-        self._server = grpc.aio.server(
-            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        )
+        self._server = server()
         self._health = HealthServicer()
         pb.admin_rpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

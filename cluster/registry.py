@@ -16,8 +16,7 @@ from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Member, MemberChange
-from moonpool.wire import pb
-from moonpool.wire.channels import bind
+from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 WATCH_QUEUE = 1024  # a watcher further behind than this is cut off; it comes back and begins with everybody known
@@ -38,10 +37,10 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     async def start(self, host: str, port: int = 0) -> str:
         """Serves on ``host``; returns the address. ConfigError when the port is taken."""
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = channels.server()
         pb.registry_rpc.add_RegistryServicer_to_server(self, server)
         try:
-            bound = bind(server, f"{host}:{port}")
+            bound = channels.bind(server, f"{host}:{port}")
         except RuntimeError as e:
             raise ConfigError(
                 f"cluster.registry: cannot listen on {host}:{port}; stop what uses it or choose another",

@@ -1,33 +1,107 @@
-"""Every gRPC channel and port of a process is made here, so that all of them are protected, or none.
+"""Every gRPC channel, server and port of a process is made here, so that all of them are protected, or none.
 
-The process's identity is a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``, named by the environment variable
-``IDENTITY`` (its launcher sets it, as it sets UCX's variables). Without it channels are plain.
+The process's identity is a folder with the CA, its certificate and its key, named by the environment variable ``IDENTITY``
+(its launcher sets it, as it sets UCX's variables). With it, both ends of every connection show a certificate of the
+cluster's CA, and servers refuse calls that their callers have no right to (``rights``). Without it channels are plain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import structlog
 
-IDENTITY = "MOONPOOL_IDENTITY"
+from moonpool.core.errors import ConfigError
+from moonpool.wire.guard import Guard
+from moonpool.wire.identity import IDENTITY, Identity, current_folder, version
+from moonpool.wire.renewed import RenewedChannel
+
+__all__ = ["IDENTITY", "MAX_MESSAGE_BYTES", "bind", "dial", "dial_blocking", "server"]
+
+MAX_MESSAGE_BYTES = 64 << 20  # of one message that a server accepts
+MAX_METADATA_BYTES = 16 << 10
+SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+)
 
 Options = Sequence[tuple[str, Any]]
+log = structlog.get_logger(__name__)
 
 
 def dial(address: str, *, options: Options = ()) -> grpc.aio.Channel:
-    """A channel to ``address`` (host:port), connected at its first call."""
-    return grpc.aio.insecure_channel(address, options=list(options))
+    """A channel to ``address`` (host:port), connected at its first call. Calls fail where the identity does not do."""
+    folder = current_folder()
+    if folder is None:
+        return grpc.aio.insecure_channel(address, options=list(options))
+
+    def make() -> grpc.aio.Channel:
+        credentials, more = _client(folder)
+        return grpc.aio.secure_channel(address, credentials, options=[*options, *more])
+
+    return RenewedChannel(make, lambda: version(folder))
 
 
 def dial_blocking(address: str, *, options: Options = ()) -> grpc.Channel:
-    """As ``dial``, for callers with threads and no event loop."""
-    return grpc.insecure_channel(address, options=list(options))
+    """As ``dial``, for callers with threads and no event loop. It keeps the certificate that it began with."""
+    folder = current_folder()
+    if folder is None:
+        return grpc.insecure_channel(address, options=list(options))
+    credentials, more = _client(folder)
+    return grpc.secure_channel(address, credentials, options=[*options, *more])
+
+
+def server(*, options: Options = ()) -> grpc.aio.Server:
+    """A server whose messages are bounded and whose callers are checked. ConfigError: the identity does not do."""
+    folder = current_folder()
+    guards = [] if folder is None else [Guard(Identity.read(folder).says.principal.cluster)]
+    return grpc.aio.server(interceptors=guards, options=[*SERVER_OPTIONS, *options])
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:
-    """Adds the port ``address`` (host:port, port 0: any one) to ``server``; its number. RuntimeError where it is taken."""
-    port: int = server.add_insecure_port(address)
+    """Adds the port ``address`` (host:port, port 0: any one) to ``server``; its number.
+
+    RuntimeError where it is taken; ConfigError where the identity does not do.
+    """
+    folder = current_folder()
+    if folder is None:
+        port: int = server.add_insecure_port(address)
+        return port
+    port = server.add_secure_port(address, _server(folder))
     return port
+
+
+def _client(folder: Path) -> tuple[grpc.ChannelCredentials, Options]:
+    """Whoever cannot read its identity any more gets credentials that nobody of the cluster accepts: its calls fail."""
+    try:
+        own = Identity.read(folder)
+    except ConfigError as e:
+        log.error("identity_unreadable", why=e.message)
+        return grpc.ssl_channel_credentials(), ()
+    credentials = grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
+    return credentials, (("grpc.ssl_target_name_override", own.says.principal.server_name),)
+
+
+def _server(folder: Path) -> grpc.ServerCredentials:
+    """Asks for the files at every connection; where they do not do any more, the last ones that did go on."""
+    first = _served(folder)
+
+    def fetch() -> Any:
+        nonlocal first
+        try:
+            first = _served(folder)
+        except ConfigError as e:
+            log.error("identity_unreadable", why=e.message)
+        return first
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
+
+
+def _served(folder: Path) -> Any:
+    own = Identity.read(folder)
+    return grpc.ssl_server_certificate_configuration([(own.key, own.cert)], own.ca)
