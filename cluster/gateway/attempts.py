@@ -1,21 +1,37 @@
-"""One request from placement to its last id, over as many attempts as it takes."""
+"""One request from placement to its last id, over as many attempts as it takes.
+
+How each attempt ended is told once, with the peer that failed it, to whoever judges peers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import random
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import pairwise
 
 from moonpool.cluster.gateway.conductors import Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.ledger import Ledger
-from moonpool.core.errors import AttemptFailed, MoonpoolError, NoPath, Reason
+from moonpool.core.errors import AttemptFailed, MoonpoolError, Reason, Refused
 from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Finished, Placement
 from moonpool.core.request import Emission
 
-_BUSY_PAUSE_S = 0.2  # before asking again peers that said Busy, when nobody else is left
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnded:
+    """One attempt that was placed and came to an end of its own: not one that the client left."""
+
+    placement: Placement
+    reason: Reason | None  # why it failed; None: it answered
+    peer: str = ""  # who failed it, where that is known
+
+
+def _nobody(_: AttemptEnded) -> None:
+    pass
 
 
 class Attempts:
@@ -24,11 +40,21 @@ class Attempts:
     ``stopped`` tells it that the answer ended by a stop string: an end, not a cancellation.
     """
 
-    def __init__(self, ledger: Ledger, lifetime: Lifetime, conductors: Conductors, streams: DecodeStreams) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        lifetime: Lifetime,
+        conductors: Conductors,
+        streams: DecodeStreams,
+        *,
+        on_ended: Callable[[AttemptEnded], None] = _nobody,
+    ) -> None:
+        """``on_ended`` hears of every attempt, on the event loop, before the next one is placed."""
         self._ledger = ledger
         self._lifetime = lifetime
         self._conductors = conductors
         self._streams = streams
+        self._on_ended = on_ended
         self._now = asyncio.get_running_loop().time
         self.stopped = False
 
@@ -48,11 +74,17 @@ class Attempts:
                 async with aclosing(trial.emissions()) as accepted:
                     async for emission in accepted:
                         yield emission
-            except NoPath as e:
+            except Refused as e:
                 ledger.no_path(e)
-                await asyncio.sleep(_BUSY_PAUSE_S)
             except AttemptFailed as e:
                 ledger.failed(e)
+            if ledger.finish is None:
+                await self._pause()
+
+    async def _pause(self) -> None:
+        seconds = self._ledger.pause_s(random.random())
+        if seconds > 0:
+            await asyncio.sleep(min(seconds, max(self._ledger.deadline - self._now(), 0.0)))
 
 
 class _Trial:
@@ -81,9 +113,14 @@ class _Trial:
             outcome = "ok"
         except MoonpoolError as e:
             outcome = e.reason.value
+            self._tell(e)
             raise
         finally:
-            self._report("ok" if self._of.stopped else outcome)
+            if self._of.stopped:
+                outcome = "ok"
+            if outcome == "ok":
+                self._tell(None)
+            self._report(outcome)
 
     async def _until_deadline(self, run: AsyncGenerator[Emission, None]) -> AsyncGenerator[Emission, None]:
         while True:
@@ -95,6 +132,10 @@ class _Trial:
             except TimeoutError:
                 raise self._ledger.out_of_time() from None
             yield emission
+
+    def _tell(self, error: MoonpoolError | None) -> None:
+        peer = error.peer or "" if isinstance(error, AttemptFailed) else ""
+        self._of._on_ended(AttemptEnded(self._placement, error.reason if error is not None else None, peer))
 
     def _note(self, emission: Emission) -> None:
         now = self._of._now()

@@ -122,6 +122,8 @@ class Intake:
             budget_ms=timing.request_budget_ms,
             max_attempts=timing.max_attempts,
             life_of=self._roster.life_of,
+            hasher=self._roster.hasher_of(request.namespace),
+            path_wait_ms=timing.path_wait_ms,
         )
         detokeniser = Detokeniser(self._prompts.tokenizer.tokens.text_bytes, request.prompt)
         choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens)

@@ -54,3 +54,8 @@ class Roster:
         if self._named is None or self._named[0] != layouts[0]:
             self._named = layouts[0], namespace(layouts[0])
         return BlockHasher(self._hash_key, self._named[1], layouts[0].block_tokens), self._named[1]
+
+    def hasher_of(self, namespace: bytes) -> BlockHasher | None:
+        """Names blocks under ``namespace``, one that was made for the workers' layout; None while no worker is known."""
+        named = self.hasher()
+        return BlockHasher(self._hash_key, namespace, named[0].block_tokens) if named else None

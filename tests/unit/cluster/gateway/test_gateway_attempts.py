@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,17 @@ from support.scripted_cluster import Job, ScriptedConductor, ScriptedDecode, Ser
 from support.strict_sse import parsed
 from support.tiny_tokenizer import ids_of
 
+from moonpool.cluster.gateway.attempts import Attempts
+from moonpool.cluster.gateway.conductors import Conductors
+from moonpool.cluster.gateway.decode_client import DecodeStreams
+from moonpool.cluster.gateway.ledger import Ledger
+from moonpool.core.config import TimingConfig
 from moonpool.core.errors import Failure, Reason
-from moonpool.core.ids import Role
+from moonpool.core.ids import RequestId, Role
+from moonpool.core.lifetime import Lifetime
 from moonpool.core.membership import Liveness
 from moonpool.core.placement import Placement, PlaceRequest
-from moonpool.core.request import FinishReason
+from moonpool.core.request import FinishReason, Request, SamplingParams
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "once", "max_tokens": 20}
 
@@ -152,7 +159,9 @@ async def test_an_error_that_no_attempt_can_mend_is_not_tried_again(tiny: Front)
     assert len(tiny.decode.jobs) == 1
 
 
-async def test_a_stream_whose_last_worker_dies_ends_with_one_error_event_within_a_second(tiny: Front) -> None:
+async def test_without_patience_a_stream_whose_last_worker_dies_ends_with_one_error_event_within_a_second(
+    tiny_dir: Path,
+) -> None:
     killed = 0.0
 
     async def dies(job: Job) -> None:
@@ -164,13 +173,69 @@ async def test_a_stream_whose_last_worker_dies_ends_with_one_error_event_within_
         killed = time.monotonic()
         await tiny.decode_server.kill()
 
-    tiny.decode.script = dies
-    tiny.conductor.decide = place_by_exclusion(tiny.decode_server)
-    text, events, done = await streamed(tiny, after=5, act=kill)
+    async with front(tiny_dir, config={"timing": {"path_wait_ms": 0}}) as tiny:
+        tiny.decode.script = dies
+        tiny.conductor.decide = place_by_exclusion(tiny.decode_server)
+        text, events, done = await streamed(tiny, after=5, act=kill)
     assert time.monotonic() - killed < 1
     assert (text, done) == ("abcde", False)
     assert [e for e in events if "error" in e] == events[-1:]
     assert events[-1]["error"]["code"] == "peer_silent"
+
+
+async def test_a_stream_goes_on_once_its_last_worker_has_come_back(tiny: Front) -> None:
+    ids = ids_of(tiny.model_dir, *"abcdef")
+    backs: list[Served] = []
+
+    async def dies(job: Job) -> None:
+        await job.say(ids[:3])
+        await job.cancelled.wait()
+
+    async def kill() -> None:
+        tiny.conductor.decide = lambda _: Failure(Reason.NO_PATH, "no decode worker", retry_after_s=1.0)
+        await tiny.decode_server.kill()
+        await eventually(lambda: len(tiny.conductor.placed) >= 4, 5)  # nobody can take it
+        back = await serve(Role.DECODE, ScriptedDecode(says(*ids)), name="decode-0", life=2)
+        backs.append(back)
+        tiny.membership.say(back.member)
+        tiny.conductor.decide = place_by_exclusion(back)
+
+    tiny.decode.script = dies
+    try:
+        text, events, done = await streamed(tiny, after=3, act=kill)
+    finally:
+        for back in backs:
+            await back.kill()
+    assert (text, done) == ("abcdef", True)
+    assert not [e for e in events if "error" in e]
+
+
+async def test_how_each_attempt_ended_is_told_once_with_the_peer_that_failed_it(tiny: Front) -> None:
+    ids, heard = ids_of(tiny.model_dir, *"abc"), []
+
+    async def script(job: Job) -> None:
+        if job.attempt.number == 1:
+            await job.say(ids[:1])
+            await job.fail(Reason.PEER_SILENT, peer="prefill-0")
+        else:
+            await job.say(ids[1:], finish=FinishReason.LENGTH)
+
+    tiny.decode.script = script
+    loop = asyncio.get_running_loop()
+    conductors, streams = Conductors(tiny.membership, TimingConfig()), DecodeStreams(tiny.membership)
+    request = Request(RequestId("told"), (1, 2, 3), SamplingParams(max_tokens=3), bytes(16), ())
+    ledger = Ledger(request, started=loop.time(), budget_ms=5_000, max_attempts=3, life_of=lambda _: None)
+    attempts = Attempts(ledger, Lifetime(), conductors, streams, on_ended=heard.append)
+    try:
+        async with aclosing(attempts.emissions()) as emissions:
+            assert [e.sampled.token async for e in emissions if e.sampled] == ids
+    finally:
+        await streams.close()
+        await conductors.close()
+    assert [(h.reason, h.peer, h.placement.decode.id) for h in heard] == [
+        (Reason.PEER_SILENT, "prefill-0", "decode-0"),
+        (None, "", "decode-0"),
+    ]
 
 
 async def test_late_and_foreign_emissions_change_nothing(tiny: Front) -> None:

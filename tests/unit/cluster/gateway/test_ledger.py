@@ -4,14 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cluster.gateway.ledger import Ledger
+from moonpool.cluster.gateway.ledger import DISTRUST_S, LAST_PAUSE_S, Ledger
+from moonpool.core.blocks import BlockHasher
 from moonpool.core.errors import (
     Busy,
     DeadlinePassed,
     Failure,
     InvalidRequest,
     MoonpoolError,
+    Moved,
     NoPath,
+    Overloaded,
     PeerSilent,
     Reason,
     TransferFailed,
@@ -22,9 +25,17 @@ from moonpool.core.request import Emission, FinishReason, Request, Sampled, Samp
 LIVES: dict[str, int] = {}
 
 
-def ledger(*, attempts: int = 3, lives: dict[str, int] | None = None, targets: Targets | None = None) -> Ledger:
+def ledger(
+    *,
+    attempts: int = 3,
+    lives: dict[str, int] | None = None,
+    targets: Targets | None = None,
+    hasher: BlockHasher | None = None,
+    path_wait_ms: int = 0,
+) -> Ledger:
+    keys = tuple(hasher.keys((1, 2, 3))) if hasher else ()
     request = Request(
-        RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=10), bytes(16), (), targets=targets or Targets(ttft_ms=50)
+        RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=10), bytes(16), keys, targets=targets or Targets(ttft_ms=50)
     )
     known = LIVES if lives is None else lives
     return Ledger(
@@ -33,6 +44,8 @@ def ledger(*, attempts: int = 3, lives: dict[str, int] | None = None, targets: T
         budget_ms=5_000,
         max_attempts=attempts,
         life_of=lambda m: Incarnation(known[m]) if m in known else None,
+        hasher=hasher,
+        path_wait_ms=path_wait_ms,
     )
 
 
@@ -145,6 +158,127 @@ def test_cached_tokens_never_cover_the_whole_prompt() -> None:
     book.next_attempt(100.0)
     book.accept(emission(0, cached=3))
     assert book.cached_tokens == 2
+
+
+@pytest.mark.parametrize("emitted", [0, 1, 4, 5, 6, 9])
+def test_the_next_attempt_asks_for_the_blocks_of_prompt_and_output(emitted: int) -> None:
+    hasher = BlockHasher(bytes(32), bytes(16), 2)
+    book = ledger(hasher=hasher)
+    book.next_attempt(100.0)
+    assert book.place_request().keys == book.request.keys
+    for position in range(emitted):
+        book.accept(emission(position))
+    book.failed(PeerSilent("gone", peer="decode-0"))
+    book.next_attempt(100.0)
+    asked = book.place_request()
+    context = [1, 2, 3, *range(50, 50 + emitted)]
+    assert asked.keys == tuple(hasher.keys(context))
+    assert (len(asked.keys), asked.prompt_tokens, asked.max_tokens) == (len(context) // 2, len(context), 10 - emitted)
+    assert book.attempt(100.0).context == tuple(context)
+
+
+def test_cached_tokens_stay_those_of_the_attempt_that_answered_first() -> None:
+    book = ledger()
+    book.next_attempt(100.0)
+    book.accept(emission(0, cached=1))
+    book.failed(PeerSilent("gone"))
+    book.next_attempt(100.0)
+    book.accept(emission(1, attempt=2, cached=3))
+    assert book.cached_tokens == 1
+
+
+def test_the_first_failure_is_followed_at_once_and_later_ones_after_growing_jittered_pauses() -> None:
+    book = ledger(attempts=30)
+    bounds = []
+    for _ in range(8):
+        book.next_attempt(100.0)
+        book.failed(PeerSilent("gone"))
+        least, most = book.pause_s(0.0), book.pause_s(1.0)
+        assert least == most / 2
+        bounds.append(most)
+    assert bounds[0] == 0
+    assert bounds[1:] == sorted(bounds[1:])
+    assert bounds[-1] == LAST_PAUSE_S
+    book.next_attempt(100.0)
+    book.accept(emission(0, attempt=book.number))
+    book.failed(PeerSilent("gone"))
+    assert book.pause_s(1.0) == 0, "an id was streamed: the next failure is a first one again"
+
+
+def test_a_request_under_way_waits_for_a_worker_and_no_attempt_counts_meanwhile() -> None:
+    book, now = ledger(path_wait_ms=3_000), 100.0
+    book.next_attempt(now)
+    book.accept(emission(0))
+    book.failed(PeerSilent("killed", peer="decode-0"))
+    for _ in range(5):
+        now += 0.4
+        book.next_attempt(now)
+        book.no_path(NoPath("nobody", retry_after_s=1))
+        assert 0 < book.pause_s(0.5) <= LAST_PAUSE_S
+    now += 0.4
+    book.next_attempt(now)
+    book.accept(emission(1, attempt=book.number))
+    assert book.emitted == [50, 51]
+
+
+@pytest.mark.parametrize("refusal", [NoPath("nobody", retry_after_s=1), Overloaded("full", retry_after_s=1)])
+def test_after_its_patience_the_failure_that_led_there_is_the_answer(refusal: NoPath | Overloaded) -> None:
+    book, now = ledger(path_wait_ms=1_000), 100.0
+    book.next_attempt(now)
+    book.failed(PeerSilent("killed", peer="decode-0"))
+    for _ in range(4):
+        now += 0.25
+        book.next_attempt(now)
+        book.no_path(refusal)
+    book.next_attempt(now + 0.25)
+    with pytest.raises(PeerSilent, match="killed"):
+        book.no_path(refusal)
+
+
+def test_a_request_that_nobody_has_begun_to_answer_is_refused_at_once() -> None:
+    book = ledger(path_wait_ms=10_000)
+    book.next_attempt(100.0)
+    with pytest.raises(NoPath):
+        book.no_path(NoPath("nobody", retry_after_s=1))
+
+
+def test_busy_workers_are_waited_for_by_a_request_under_way_and_counted_for_a_new_one() -> None:
+    book, now = ledger(path_wait_ms=3_000), 100.0
+    book.next_attempt(now)
+    book.accept(emission(0))
+    for _ in range(6):
+        book.failed(Busy("full", peer="decode-0"))
+        now += 0.1
+        book.next_attempt(now)
+    fresh = ledger(path_wait_ms=3_000)
+    for _ in range(3):
+        fresh.next_attempt(100.0)
+        fresh.failed(Busy("full", peer="decode-0"))
+    with pytest.raises(Busy):
+        fresh.next_attempt(100.0)
+
+
+def test_the_only_worker_there_is_gets_another_chance_once_membership_would_know_it_dead() -> None:
+    book, now = ledger(lives={"decode-0": 7}, path_wait_ms=10_000), 100.0
+    book.next_attempt(now)
+    book.failed(TransferFailed("slice lost", peer="decode-0"))
+    for step in (0.0, DISTRUST_S / 2):
+        book.next_attempt(now + step)
+        assert book.place_request().exclude == ("decode-0",)
+        book.no_path(NoPath("nobody", retry_after_s=1))
+    book.next_attempt(now + DISTRUST_S)
+    book.no_path(NoPath("nobody", retry_after_s=1))
+    book.next_attempt(now + DISTRUST_S + 0.1)
+    assert book.place_request().exclude == ()
+
+
+def test_being_handed_over_by_a_leaving_worker_is_no_failure() -> None:
+    book = ledger(attempts=1)
+    for _ in range(5):
+        book.next_attempt(100.0)
+        book.failed(Moved("leaving", peer="decode-0"))
+    book.next_attempt(100.0)
+    assert book.under_way
 
 
 events = st.lists(
