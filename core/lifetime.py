@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from itertools import islice
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 
 class Instant(StrEnum):

@@ -22,7 +22,7 @@ from moonpool.core.errors import Busy, Failure, InvalidRequest, TransferFailed
 from moonpool.core.events import IndexSnapshot
 from moonpool.core.landing import Landed, Landing
 from moonpool.core.layout import KVLayout
-from moonpool.core.lifetime import Lives
+from moonpool.core.lifetime import Lives as Lifetimes
 from moonpool.core.membership import Member, Peers, WorkerReport
 from moonpool.core.use import Use
 from moonpool.kvstore.agent import socket_path
@@ -299,7 +299,7 @@ class StoreNode:
         return self.receiving.generation
 
     @property
-    def lifetimes(self) -> Lives:
+    def lifetimes(self) -> Lifetimes:
         """Of the landings that ended here."""
         return self.pool.landings.lives
 
