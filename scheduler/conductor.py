@@ -27,13 +27,13 @@ from moonpool.scheduler.choice import Considered, Option, choice_of, predict
 from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead, Seeds
+from moonpool.scheduler.fair_queue import FairQueue
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policy import OVERTAKEN, Asked, Choice, Policy, Waiting
 from moonpool.scheduler.prefill_queue import Rule
 from moonpool.scheduler.view import View
-from moonpool.scheduler.waiting import WaitingQueue
 
 COUNTERS = (
     "refusals_no_path",
@@ -82,7 +82,7 @@ class Conductor:
         self._view = View(booking_s, rule, seeds)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
-        self._queue = WaitingQueue(max_waiting, self.policy.wait_cap_s)
+        self._queue = FairQueue(max_waiting, self.policy.wait_cap_s)
         self._bound_at = 0.0
         self._measured_at = float("-inf")
         self._more_at: float | None = None
@@ -263,7 +263,7 @@ class Conductor:
         held = self._held(request.keys, board, rows)
         soon, sharing = self._view.alike(request.keys, held.anywhere)
         seconds, pool = self._overhead.seconds, self._view.pool
-        queued = len(self._queue), self._queue.prompt_tokens
+        queued = self._queue.backlog(request.tenant)
         return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
@@ -332,6 +332,7 @@ class Conductor:
                 request.max_tokens,
             )
         )
+        self._queue.served(request, option.work_s)
         self._end_flows(request.request)
         if option.plan.source is not None and option.transfer_s > 0.0:
             fetched = option.plan.until - option.plan.local - option.plan.front
@@ -369,11 +370,9 @@ class Conductor:
         return bool(((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any())
 
     def _wait(self, asked: Asked, choice: Choice, record: Decision) -> Later | Refusal:
-        if self._queue.full:
-            refusal = Refusal(
-                Reason.OVERLOADED, f"{len(self._queue)} requests wait for a prefill worker, scheduler.max_waiting", FULL_RETRY_S
-            )
-            record.outcome = self._refused(refusal)
+        displaced = self._queue.displaced_by(asked.request) if self._queue.full else None
+        if self._queue.full and displaced is None:
+            record.outcome = refusal = self._refused(self._too_many())
             return refusal
         work = np.where(asked.usable.prefills, asked.scores.work, np.inf)
         alone, target_ms = predict(asked, choice, 0.0), asked.request.targets.ttft_ms
@@ -398,9 +397,22 @@ class Conductor:
         if (refused := self._admit(asked, option, record)) is not None:
             record.outcome = self._refused(refused)
             return refused
+        if displaced is not None:
+            self._displace(displaced)
         self._queue.add(waiting, key)
         self._out += self.policy.ahead(asked, choice)
         return Later(asked.request.request, asked.request.attempt, option.ttft.likely * 1e3 if option.ttft.sure else 0.0)
+
+    def _too_many(self) -> Refusal:
+        count = len(self._queue)
+        return Refusal(Reason.OVERLOADED, f"{count} requests wait for a prefill worker, scheduler.max_waiting", FULL_RETRY_S)
+
+    def _displace(self, waiting: Waiting) -> None:
+        """Its tenant fills more of the queue than its share, and another one needs the place."""
+        refusal = self._refused(self._too_many())
+        self._open(waiting).outcome = refusal
+        self._queue.remove(waiting.request.request)
+        self._out.append(Bound(waiting.request.request, waiting.request.attempt, refusal))
 
     def _bind(self, now: float) -> None:
         """Give prefill workers that are about to be free to those who wait, in order."""

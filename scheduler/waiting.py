@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -119,14 +120,21 @@ class WaitingQueue:
 
     def nth(self, n: int, now: float) -> Waiting | None:
         """The one that is to go after ``n`` others."""
+        return next(islice(self.in_order(now), n, None), None)
+
+    def in_order(self, now: float) -> Iterator[Waiting]:
+        """All of them, the next one first. Nobody may join or leave meanwhile."""
         pressing = self._pressing_at(now)
-        if n < pressing:
-            return self._pressing[n].waiting
-        if not pressing:
-            return self._entries[n].waiting if n < len(self._entries) else None
-        first = {entry.waiting.order for entry in self._pressing[:pressing]}
-        rest = (entry.waiting for entry in self._entries if entry.waiting.order not in first)
-        return next(islice(rest, n - pressing, None), None)
+        for entry in islice(self._pressing, pressing):
+            yield entry.waiting
+        first = {entry.waiting.order for entry in islice(self._pressing, pressing)}
+        for entry in self._entries:
+            if entry.waiting.order not in first:
+                yield entry.waiting
+
+    def last(self) -> Waiting:
+        """Who would go last by place."""
+        return self._entries[-1].waiting
 
     def _pressing_at(self, now: float) -> int:
         """How many would be due before who is next by place were done: a prompt is not interrupted."""
@@ -157,7 +165,8 @@ class WaitingQueue:
         line.run(list(free), now)
         without = _Line(self._entries, self._pressing)
         without.run(list(free), now)
-        return Outlook(line.begun[waiting.order], self._delayed(line.begun, without.begun, now))
+        here = (entry.waiting for entry in self._entries)
+        return Outlook(line.begun[waiting.order], delayed(here, line.begun, without.begun, now))
 
     def _wait_s(self, entry: _Entry, free: list[float]) -> float:
         """Without targets only those before it count."""
@@ -166,16 +175,20 @@ class WaitingQueue:
             heapq.heapreplace(free, free[0] + before.waiting.work_s)
         return free[0]
 
-    def _delayed(self, begun: dict[int, float], without: dict[int, float], now: float) -> tuple[tuple[Waiting, float], ...]:
-        out = []
-        for entry in self._entries:
-            one = entry.waiting
-            if one.target_s is not None and begun[one.order] > without[one.order] + 1e-9:
-                before, after = (one.alone_s + now - one.arrived + at[one.order] for at in (without, begun))
-                if before <= one.target_s:
-                    out.append((one, after))
-        return tuple(out)
-
     def _entry(self, waiting: Waiting, key: float) -> _Entry:
         due = min(waiting.arrived + self._cap_s, waiting.latest)
         return _Entry(waiting, (-waiting.request.priority, key, waiting.order), due)
+
+
+def delayed(
+    here: Iterable[Waiting], begun: Mapping[int, float], without: Mapping[int, float], now: float
+) -> tuple[tuple[Waiting, float], ...]:
+    """Those ``here`` who would meet their targets if they began as in ``without`` (seconds from ``now`` by order) and begin
+    later in ``begun``, with their times to first token then."""
+    out = []
+    for one in here:
+        if one.target_s is not None and begun[one.order] > without[one.order] + 1e-9:
+            before, after = (one.alone_s + now - one.arrived + at[one.order] for at in (without, begun))
+            if before <= one.target_s:
+                out.append((one, after))
+    return tuple(out)
