@@ -23,12 +23,13 @@ from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape
 from moonpool.cluster.gateway.tokenizer import TokenTable
 from moonpool.core.config import Config
-from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, Overloaded
-from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, Overloaded, Reason
+from moonpool.core.lifetime import Instant, Lifetime, Lives
 
 ID_HEADER = "x-moonpool-request-id"
 CLIENT_ID_HEADER = "x-request-id"
 _MAX_CLIENT_ID = 512
+_CUT = (Reason.CANCELLED.value, Reason.DEADLINE.value)  # outcomes of requests that might have gone on
 _log = structlog.get_logger()
 
 
@@ -40,7 +41,7 @@ class Visit:
     endpoint: str
     headers: dict[str, str] = field(default_factory=dict)
     lifetime: Lifetime = field(default_factory=Lifetime)
-    outcome: str = "cancelled"
+    outcome: str = Reason.CANCELLED.value
     held: int = 0  # choices counted as in flight
     generation: Generation | None = None
     left: bool = False
@@ -54,6 +55,7 @@ class Endpoints:
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
         self._visits: dict[str, Visit] = {}
+        self.lifetimes = Lives()
         self._empty = asyncio.Event()
         self._empty.set()
         self.leaving = False  # nothing new is admitted
@@ -146,10 +148,20 @@ class Endpoints:
         self.in_flight -= visit.held
         self._metrics.in_flight.set(self.in_flight)
         self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
-        for run in visit.generation.runs if visit.generation is not None else ():
+        if visit.generation is None:
+            self._remember(visit, visit.id, 0, visit.lifetime)
+            return
+        for run in visit.generation.runs:
+            self._remember(visit, run.ledger.request.id, run.ledger.number, run.lifetime)
             self._metrics.count(run.usage, run.ledger.number)
             if visit.outcome == "ok":
                 self._metrics.finished(run.lifetime, run.choice.tokens)
+
+    def _remember(self, visit: Visit, request: str, attempt: int, lifetime: Lifetime) -> None:
+        """``attempt`` is the last one; 0: none was begun."""
+        if visit.outcome in _CUT and Instant.FINISHED not in lifetime.at:
+            lifetime.stamp(Instant.CANCELLED, self._now())
+        self.lifetimes.add(request, attempt, lifetime)
 
     def _shape(self, visit: Visit, generation: Generation, body: SamplingBody) -> Shape:
         head = Head(

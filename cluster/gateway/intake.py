@@ -27,6 +27,7 @@ from moonpool.core.request import Request, SamplingParams, Targets
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may fill the context
 TTFT_HEADER = "x-ttft-target-ms"
 TBT_HEADER = "x-tbt-target-ms"
+DEADLINE_HEADER = "x-deadline-ms"
 
 
 class Intake:
@@ -52,7 +53,7 @@ class Intake:
 
         ``id`` names it, several choices get numbered names; ``size`` is its body's, in bytes.
         """
-        targets = self._targets(headers)
+        targets, budget_ms = self._targets(headers), self._budget_ms(headers)
         named = self._roster.hasher()
         prompts = await self._prompts.of(body, size, named[0] if named else None)
         lifetime.stamp(Instant.TOKENISED, self._now())
@@ -64,7 +65,7 @@ class Intake:
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
             request = Request(name, prompt.ids, sampling, named[1], prompt.keys, targets, turn=body.turn)
-            runs.append(self._run(request, body, Lifetime(dict(lifetime.at))))
+            runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
         return Generation(runs, self._now)
 
     def _targets(self, headers: Mapping[str, str]) -> Targets:
@@ -114,12 +115,18 @@ class Intake:
             logprobs=body.alternatives,
         )
 
-    def _run(self, request: Request, body: SamplingBody, lifetime: Lifetime) -> Run:
+    def _budget_ms(self, headers: Mapping[str, str]) -> int:
+        """A client may give its request less time than everybody has, never more."""
+        most = self._config.timing.request_budget_ms
+        wanted = _target(headers, DEADLINE_HEADER, 0.0)
+        return most if wanted is None else min(most, max(1, round(wanted)))
+
+    def _run(self, request: Request, body: SamplingBody, lifetime: Lifetime, budget_ms: int) -> Run:
         timing = self._config.timing
         ledger = Ledger(
             request,
             started=lifetime.at[Instant.ARRIVED],
-            budget_ms=timing.request_budget_ms,
+            budget_ms=budget_ms,
             max_attempts=timing.max_attempts,
             life_of=self._roster.life_of,
             hasher=self._roster.hasher_of(request.namespace),

@@ -16,16 +16,19 @@ from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.facts import read_facts
+from moonpool.cluster.gateway.goodbye import Goodbye
 from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.prompts import Prompts
 from moonpool.cluster.gateway.roster import Roster
 from moonpool.core.config import Config, GatewayConfig
 from moonpool.core.errors import ConfigError, NoPath
+from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Peers, WorkerReport
 
 _KEEP_ALIVE_S = 75  # idle connections of clients
 _BACKLOG = 2_048
+_LOOK_S = 0.05  # at connections, while it leaves
 _LAST_WORDS_S = 2  # for error events to reach their clients once generations were ended
 
 
@@ -83,7 +86,7 @@ class Gateway:
         endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics)
         app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.text)
         settings = uvicorn.Config(
-            app,
+            Goodbye(app, lambda: endpoints.leaving),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -110,13 +113,32 @@ class Gateway:
     def words(self) -> dict[str, str]:
         return {"url": self.url, "model": self._config.model_name}
 
+    @property
+    def lifetimes(self) -> Lives:
+        """Of the choices that ended here."""
+        return self._endpoints.lifetimes
+
     def report(self) -> WorkerReport | None:
         return None
 
-    async def close(self) -> None:
-        """Refuse new requests, let running ones finish for ``gateway.drain_ms``, end the rest with an error, then go."""
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, let running ones finish for ``limit_s``, and idle connections hear that they end.
+
+        A client may be about to send its next request: for ``gateway.linger_ms`` it still gets an answer to it, which says
+        ``Connection: close``. Who sends nothing until then is closed with nothing in flight.
+        """
         self._endpoints.leaving = True
-        await self._endpoints.drain(self._config.gateway.drain_ms / 1000)
+        now = asyncio.get_running_loop().time
+        end, linger = now() + limit_s, now() + min(self._config.gateway.linger_ms / 1000, limit_s)
+        while (left := end - now()) > 0:
+            await self._endpoints.drain(left)
+            if now() >= linger or not self._server.server_state.connections:
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def close(self) -> None:
+        """What still runs ends with an error; then the server and everything behind it goes."""
+        self._endpoints.leaving = True
         self._endpoints.end_all(NoPath("gateway: leaving; ask again", retry_after_s=RETRY_AFTER_S))
         self._server.should_exit = True
         await self._serving
