@@ -18,6 +18,7 @@ import structlog
 from moonpool.core.errors import ConfigError
 from moonpool.wire.guard import Guard
 from moonpool.wire.identity import IDENTITY, Identity, current_folder, version
+from moonpool.wire.links import CLIENT, SERVER, SameProtocol
 from moonpool.wire.renewed import RenewedChannel
 
 __all__ = ["IDENTITY", "MAX_MESSAGE_BYTES", "bind", "dial", "dial_blocking", "server"]
@@ -28,6 +29,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    *SERVER,
 )
 
 Options = Sequence[tuple[str, Any]]
@@ -38,11 +40,11 @@ def dial(address: str, *, options: Options = ()) -> grpc.aio.Channel:
     """A channel to ``address`` (host:port), connected at its first call. Calls fail where the identity does not do."""
     folder = current_folder()
     if folder is None:
-        return grpc.aio.insecure_channel(address, options=list(options))
+        return grpc.aio.insecure_channel(address, options=[*CLIENT, *options])
 
     def make() -> grpc.aio.Channel:
         credentials, more = _client(folder)
-        return grpc.aio.secure_channel(address, credentials, options=[*options, *more])
+        return grpc.aio.secure_channel(address, credentials, options=[*CLIENT, *options, *more])
 
     return RenewedChannel(make, lambda: version(folder))
 
@@ -51,16 +53,16 @@ def dial_blocking(address: str, *, options: Options = ()) -> grpc.Channel:
     """As ``dial``, for callers with threads and no event loop. It keeps the certificate that it began with."""
     folder = current_folder()
     if folder is None:
-        return grpc.insecure_channel(address, options=list(options))
+        return grpc.insecure_channel(address, options=[*CLIENT, *options])
     credentials, more = _client(folder)
-    return grpc.secure_channel(address, credentials, options=[*options, *more])
+    return grpc.secure_channel(address, credentials, options=[*CLIENT, *options, *more])
 
 
 def server(*, options: Options = ()) -> grpc.aio.Server:
     """A server whose messages are bounded and whose callers are checked. ConfigError: the identity does not do."""
     folder = current_folder()
     guards = [] if folder is None else [Guard(Identity.read(folder).says.principal.cluster)]
-    return grpc.aio.server(interceptors=guards, options=[*SERVER_OPTIONS, *options])
+    return grpc.aio.server(interceptors=[*guards, SameProtocol()], options=[*SERVER_OPTIONS, *options])
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:

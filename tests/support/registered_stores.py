@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import grpc
-
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.registry import Registry
 from moonpool.core.config import Config
@@ -21,6 +19,7 @@ from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.transfer.memory import Faults, MemoryNetwork
+from moonpool.wire import channels
 from support.store import LAYOUT, block_bytes, config, member, worker
 
 T = TypeVar("T")
@@ -69,7 +68,7 @@ async def _node(cluster: StoreCluster, name: str, network: MemoryNetwork, hash_k
         drained = await pushers[0].push_blocks(order.landing, order.targets, order.target_address, order.layout, order.blocks)
         return Moved(drained.bytes_sent, drained.carrier)
 
-    server = grpc.aio.server()
+    server = channels.server()
     port = server.add_insecure_port("127.0.0.1:0")
     me = replace(member(f"store-{name}", Role.STORE, name, address=f"127.0.0.1:{port}"), model="toy", hash_key_id=hash_key_id)
     peers = Membership(cluster.registry, cluster.settings.timing, lambda why, replaced: None)

@@ -16,7 +16,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.core.placement import Finished, Placement, PlaceRequest, WorkerRef
 from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 LAYOUT = KVLayout(model="tiny", layers=2, kv_heads=1, head_dim=8, dtype="float32", block_tokens=16)
@@ -188,7 +188,7 @@ class Served:
 async def serve(
     role: Role, service: Any, *, name: str | None = None, life: int = 1, max_prompt: int = 0, max_context: int = 0
 ) -> Served:
-    server = grpc.aio.server()
+    server = channels.server()
     if role is Role.CONDUCTOR:
         pb.conductor_rpc.add_ConductorServicer_to_server(service, server)
     else:

@@ -23,6 +23,7 @@ from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
 from moonpool.prefill_worker.worker import PrefillWorker
+from moonpool.wire import channels
 from support.workers import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
 
 
@@ -74,7 +75,7 @@ class Split:
 
 
 async def _server(stack: AsyncExitStack) -> tuple[grpc.aio.Server, str]:
-    server = grpc.aio.server()
+    server = channels.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     stack.push_async_callback(server.stop, 0.2)

@@ -24,7 +24,7 @@ from moonpool.kvstore import slices
 from moonpool.kvstore.client import LandingFailure, WorkerStore
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.regions import map_region
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.frames import encode_notice
 
@@ -100,7 +100,7 @@ def config(folder: Path, *, slots: int = 16, **sections: dict[str, Any]) -> Conf
 @asynccontextmanager
 async def store_node(settings: Config, roll: Roll, node: str = "a", **parts: Any) -> AsyncIterator[StoreNode]:
     """A started node that serves on a loopback port and is on the roll."""
-    server = grpc.aio.server()
+    server = channels.server()
     port = server.add_insecure_port("127.0.0.1:0")
     me = member(f"store-{node}", Role.STORE, node, address=f"127.0.0.1:{port}")
     try:

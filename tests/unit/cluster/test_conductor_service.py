@@ -17,7 +17,7 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, PrefillTiming, WorkerReport
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Source
 from moonpool.core.request import Targets
-from moonpool.wire import frames, pb
+from moonpool.wire import channels, frames, pb
 from moonpool.wire.convert import from_wire, to_wire
 
 KEYS = tuple(bytes([i]).ljust(16, b"k") for i in range(6))
@@ -115,7 +115,7 @@ async def bench(*nodes: str, silent_after_ms: int = 1_000) -> AsyncIterator[Benc
     servers = []
     stores = {}
     for node in nodes:
-        store, server = ScriptedStore(), grpc.aio.server()
+        store, server = ScriptedStore(), channels.server()
         pb.store_rpc.add_StoreServicer_to_server(store, server)
         store.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
@@ -124,7 +124,7 @@ async def bench(*nodes: str, silent_after_ms: int = 1_000) -> AsyncIterator[Benc
     config = Config(timing=TimingConfig(silent_after_ms=silent_after_ms))
     peers.say(member("prefill-0", Role.PREFILL, nodes[0]))
     service = await Watched.start(config, member("conductor-0", Role.CONDUCTOR, nodes[0]), peers)
-    server = grpc.aio.server()
+    server = channels.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -246,7 +246,7 @@ async def test_a_restarted_store_is_watched_anew_and_a_lost_one_no_longer() -> N
 async def test_an_unreachable_store_is_tried_again_until_it_answers() -> None:
     async with bench("a") as b:
         await b.stores["a"].asked_for()
-        server = grpc.aio.server()
+        server = channels.server()
         store = ScriptedStore()
         pb.store_rpc.add_StoreServicer_to_server(store, server)
         port = server.add_insecure_port("127.0.0.1:0")

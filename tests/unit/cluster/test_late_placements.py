@@ -16,7 +16,7 @@ from moonpool.core.config import Config, SchedulerConfig
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import LiveAttempt, Liveness, Member, PrefillTiming, WorkerReport
 from moonpool.core.placement import Finished, PlaceRequest
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 from moonpool.wire.convert import to_wire
 
 LIFE = Incarnation(1)
@@ -85,7 +85,7 @@ async def bench(**scheduler: object) -> AsyncIterator[Bench]:
     service = await ConductorService.start(Config(scheduler=settings), member("conductor-0", Role.CONDUCTOR), peers)
     peers.say(member("store-a", Role.STORE))
     peers.say(member("decode-0", Role.DECODE))
-    server = grpc.aio.server()
+    server = channels.server()
     service.add_to(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

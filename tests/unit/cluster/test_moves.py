@@ -8,14 +8,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc
 from support.scripted_cluster import LAYOUT, Membership
 
 from moonpool.cluster.moves import QUEUED, Move, Moves
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Member
 from moonpool.scheduler.actions import Cool, Prefetch, Replicate
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 
 KEYS = tuple(bytes([i]).ljust(16, b"k") for i in range(4))
 A, B = NodeId("a"), NodeId("b")
@@ -52,7 +51,7 @@ class Store(pb.store_rpc.StoreServicer):
 
 @asynccontextmanager
 async def moving(at_once: int = 2) -> AsyncIterator[tuple[Moves, Store, Membership]]:
-    store, server, peers = Store(), grpc.aio.server(), Membership()
+    store, server, peers = Store(), channels.server(), Membership()
     pb.store_rpc.add_StoreServicer_to_server(store, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

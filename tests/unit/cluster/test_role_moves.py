@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
 from support.cluster_of_members import split
 from support.workers import Crowd, member
@@ -19,7 +18,7 @@ from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.scheduler.actions import SwitchRole
 from moonpool.scheduler.planner import Planner
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 
 TO_DECODE = SwitchRole(MemberId("prefill-0"), Role.DECODE)
 
@@ -46,7 +45,7 @@ async def worker() -> AsyncIterator[tuple[Asked, Member]]:
         pass
 
     admin = Admin(lambda: asked.member, lambda: None, report, lambda: None, dict, asked.switch)
-    server = grpc.aio.server()
+    server = channels.server()
     pb.admin_rpc.add_AdminServicer_to_server(admin, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -21,6 +20,7 @@ from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Placement
 from moonpool.engine.engine import load_engine
+from moonpool.wire import channels
 
 
 def other_weights(model: Path, folder: Path) -> Path:
@@ -43,7 +43,7 @@ async def second(split: Split, model: Path, **changes: Any) -> AsyncIterator[Spl
     async with AsyncExitStack() as stack:
         engine = load_engine(settings, model, threads=1, cache=model)
         stack.callback(engine.close)
-        server = grpc.aio.server()
+        server = channels.server()
         port = server.add_insecure_port("127.0.0.1:0")
         me = member("both-1", Role.BOTH, engine.layout, node=split.decode_member.node, address=f"127.0.0.1:{port}")
         worker = await BothWorker.start(settings, engine, me, split.crowd)

@@ -20,7 +20,7 @@ from moonpool.core.errors import (
     PeerSilent,
     TransferFailed,
 )
-from moonpool.wire import pb
+from moonpool.wire import channels, pb
 from moonpool.wire.status import abort, error_of, to_error
 
 
@@ -39,7 +39,7 @@ class Failing(pb.store_rpc.StoreServicer):
 
 @pytest.fixture
 async def ends() -> AsyncIterator[tuple[Failing, Any]]:
-    server, servicer = grpc.aio.server(), Failing()
+    server, servicer = channels.server(), Failing()
     pb.store_rpc.add_StoreServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
