@@ -40,11 +40,11 @@ def dial(address: str, *, options: Options = ()) -> grpc.aio.Channel:
     """A channel to ``address`` (host:port), connected at its first call. Calls fail where the identity does not do."""
     folder = current_folder()
     if folder is None:
-        return grpc.aio.insecure_channel(address, options=[*CLIENT, *options])
+        return grpc.aio.insecure_channel(address, options=_with(*options))
 
     def make() -> grpc.aio.Channel:
         credentials, more = _client(folder)
-        return grpc.aio.secure_channel(address, credentials, options=[*CLIENT, *options, *more])
+        return grpc.aio.secure_channel(address, credentials, options=_with(*options, *more))
 
     return RenewedChannel(make, lambda: version(folder))
 
@@ -53,9 +53,9 @@ def dial_blocking(address: str, *, options: Options = ()) -> grpc.Channel:
     """As ``dial``, for callers with threads and no event loop. It keeps the certificate that it began with."""
     folder = current_folder()
     if folder is None:
-        return grpc.insecure_channel(address, options=[*CLIENT, *options])
+        return grpc.insecure_channel(address, options=_with(*options))
     credentials, more = _client(folder)
-    return grpc.secure_channel(address, credentials, options=[*CLIENT, *options, *more])
+    return grpc.secure_channel(address, credentials, options=_with(*options, *more))
 
 
 def server(*, options: Options = ()) -> grpc.aio.Server:
@@ -76,6 +76,11 @@ def bind(server: grpc.aio.Server, address: str) -> int:
         return port
     port = server.add_secure_port(address, _server(folder))
     return port
+
+
+def _with(*options: tuple[str, Any]) -> Options:
+    """Each option once: of two gRPC takes either."""
+    return list((dict(CLIENT) | dict(options)).items())
 
 
 def _client(folder: Path) -> tuple[grpc.ChannelCredentials, Options]:
