@@ -8,16 +8,15 @@ import time
 from moonpool.cli.options import ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import find
 
-PATIENCE_S = 40.0
-
 
 def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Settings = None) -> None:
     """Stop the cluster in order; end what an earlier one left behind."""
+    from moonpool.cluster.launch.plan import patience_s
     from moonpool.cluster.launch.supervisor import region_directory
     from moonpool.core.errors import ConfigError
     from moonpool.kvstore.regions import reclaim
 
-    running = find(name, config_file, settings)
+    running = find(name, config_file, settings, calls=False)
     if running.state is not None and running.local is None:
         raise ConfigError(
             f"cluster.registry: {running.named} is not that of {running.state.name!r}, which runs here with "
@@ -28,7 +27,7 @@ def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Set
         supervisor = running.state.supervisor
         say(f"stopping {running.state.name} (process {supervisor.pid})")
         supervisor.signal(signal.SIGTERM)
-        until = time.monotonic() + PATIENCE_S
+        until = time.monotonic() + patience_s(running.config)
         while supervisor.alive() and time.monotonic() < until:
             time.sleep(0.1)
         if supervisor.alive():

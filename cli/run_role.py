@@ -12,6 +12,7 @@ from moonpool.cli.options import ConfigFile, Settings, read_config, say
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Callable
 
     from moonpool.cluster.spec import RoleSpec
     from moonpool.core.config import Config
@@ -36,17 +37,36 @@ def run(
     """Run one role in the foreground until SIGTERM or Ctrl-C."""
     import asyncio
 
-    from moonpool.cluster.process import run_role
+    from moonpool.cluster.identity.exposure import require_unexposed
     from moonpool.cluster.roles import make
+    from moonpool.cluster.run import run_role
 
     if spec_file is not None:  # from a launcher: its words are read there, and its death ends this process
         spec = _read_spec(spec_file)
         sys.exit(asyncio.run(run_role(spec, make, lambda line: print(line, flush=True), lifeline=sys.stdin.fileno())))
     config, _ = read_config(config_file, settings, {"cluster.registry": registry or None})
+    for warning in require_unexposed(config):
+        say(warning)
     if role == "registry":
         sys.exit(asyncio.run(_run_registry(config)))
     spec = _spec(role, member, node, config)
-    sys.exit(asyncio.run(run_role(spec, make, lambda line: say(f"{spec.member}: {line}"))))
+    sys.exit(asyncio.run(_run(spec, lambda line: say(f"{spec.member}: {line}"))))
+
+
+async def _run(spec: RoleSpec, say: Callable[[str], None]) -> int:
+    """A role by itself. Nobody else makes or renews its certificate where tls is auto."""
+    from moonpool.cluster.identity.folders import OPERATOR
+    from moonpool.cluster.identity.keeper import Keeper
+    from moonpool.cluster.roles import make
+    from moonpool.cluster.run import run_role
+    from moonpool.core.principal import Party
+
+    certificates = Keeper(spec.config, say)
+    certificates.add((Party(spec.role.value), spec.member), (Party.OPERATOR, OPERATOR))
+    try:
+        return await run_role(spec, make, say)
+    finally:
+        await certificates.close()
 
 
 def _read_spec(file: Path) -> RoleSpec:
@@ -91,21 +111,27 @@ async def _run_registry(config: Config) -> int:
     import signal
 
     from moonpool.cluster.etcd.address import is_etcd
+    from moonpool.cluster.identity.folders import OPERATOR, REGISTRY, take
+    from moonpool.cluster.identity.keeper import Keeper
     from moonpool.cluster.registry import Registry
     from moonpool.core.errors import ConfigError
+    from moonpool.core.principal import Party
 
     if is_etcd(config.cluster.registry):
         raise ConfigError(f"ROLE: {config.cluster.registry} needs no registry of ours; start the other roles", param="ROLE")
     host, _, port = config.cluster.registry.rpartition(":")
     if config.cluster.registry and not port.isdigit():
         raise ConfigError(f"--registry: {config.cluster.registry!r} is not host:port", param="registry")
-    registry = Registry(config.timing)
+    certificates, registry = Keeper(config, say), Registry(config.timing)
+    certificates.add((Party.REGISTRY, REGISTRY), (Party.OPERATOR, OPERATOR))
+    take(config, REGISTRY)
     say(f"registry: listening at {await registry.start(host or config.cluster.host, int(port or 0))}")
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _end, ended, number)
     code = await ended
     await registry.close()
+    await certificates.close()
     return code
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moonpool.cli.options import ClusterName, ConfigFile, Settings, read_config, say, verb
 
 if TYPE_CHECKING:
+    import asyncio
+
     from moonpool.cluster.launch.state import StateDir
     from moonpool.cluster.launch.supervisor import MakeLauncher
     from moonpool.core.config import Config
@@ -92,24 +95,31 @@ async def _foreground(config: Config, state: StateDir, detached: bool) -> int:
     from moonpool.cluster.launch.supervisor import Supervisor
     from moonpool.cluster.models import local_model
 
-    ended = asyncio.Event()
+    ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        asyncio.get_running_loop().add_signal_handler(number, _end, ended, state, 128 + number)
     model_dir = await asyncio.to_thread(local_model, config.model.path, say)
     supervisor = Supervisor(config, state, _make_launcher(config, state), say)
     starting = asyncio.create_task(supervisor.start(model_dir))
-    waiting = asyncio.create_task(ended.wait())
+    first: set[asyncio.Future[Any]] = {starting, ended}
     try:
-        await asyncio.wait({starting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             _announce(config, supervisor.url, await starting, detached)
-            await waiting
+        return await ended
     finally:
-        for task in (starting, waiting):
-            task.cancel()
-        await asyncio.gather(starting, waiting, return_exceptions=True)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
         await supervisor.stop()
-    return 0
+
+
+def _end(ended: asyncio.Future[int], state: StateDir, code: int) -> None:
+    """In order at the first signal; a second one ends the whole cluster at once."""
+    if not ended.done():
+        ended.set_result(code)
+        return
+    state.end_leftovers(patience_s=0.0)
+    os._exit(code)
 
 
 def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:

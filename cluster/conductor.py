@@ -33,6 +33,7 @@ from moonpool.scheduler.conductor import Event
 from moonpool.scheduler.recording import Recording, answered
 from moonpool.wire import frames, pb
 from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.guard import require_own_name
 
 Done = Finished  # within the service that name is a call
 Clock = Callable[[], float]
@@ -51,6 +52,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         self._late = LateAnswers()
         self._moves = Moves(peers, config.scheduler.moves_at_once)
         self._roles = RoleMoves(peers, member.id)
+        self._leaving = False
         self._timer: asyncio.TimerHandle | None = None
         self._booking_s = config.timing.request_budget_ms / 1e3
         self.recording = Recording(config.scheduler.record_limit)
@@ -63,6 +65,14 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb.conductor_rpc.add_ConductorServicer_to_server(self, server)
+
+    async def drain(self, limit_s: float) -> None:
+        """Place nothing more: who waits here, or comes still, is told to ask another conductor."""
+        self._leaving = True
+        self._late.end_all()
+        end = self._clock() + limit_s
+        while len(self._late) and self._clock() < end:
+            await asyncio.sleep(SOONEST_S)
 
     async def close(self) -> None:
         self._unsubscribe()
@@ -152,6 +162,8 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             asked = _checked(from_wire(request, PlaceRequest))
         except InvalidRequest as e:
             await _refuse(context, e)
+        if self._leaving:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "conductor: leaving")
         now = self._clock()
         self.recording.add(now, asked)
         answer = self.conductor.place(asked, now)
@@ -200,6 +212,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         return pb.types.Empty()
 
     async def Report(self, request: pb.types.WorkerReport, context: grpc.aio.ServicerContext) -> pb.types.Empty:
+        await require_own_name(context, request.worker)
         try:
             report = from_wire(request, WorkerReport)
             events = [_device_events(frame, report) for frame in report.g1_frames]

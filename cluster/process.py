@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -13,10 +11,12 @@ from typing import Any
 
 from moonpool.cluster.admin import Admin
 from moonpool.cluster.face import Face
+from moonpool.cluster.identity.folders import take
+from moonpool.cluster.leaving import budget_s, drain
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.reporter import Reporter
-from moonpool.cluster.role_switch import checked_role, drained, keep_role
+from moonpool.cluster.role_switch import checked_role, keep_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Incarnation, Role
@@ -25,6 +25,7 @@ from moonpool.core.membership import Member, Service
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
 EXIT_FENCED = 75
+EXIT_RESTART = 76  # it left in order, and whoever keeps it starts it anew
 CLOSE_S = 10.0  # an orderly end takes no longer than this
 COME_BACK_S = 20.0
 
@@ -70,6 +71,7 @@ class Process:
 
     async def start(self) -> None:
         """Loads, serves, joins; returns when ready. MoonpoolError where it cannot be."""
+        take(self.spec.config, self.spec.member)
         face = self._open_face()
         self._peers = Membership(self.spec.registry, self.spec.config.timing, self._fenced)
         self._made = await self._make(self.spec, self._member, self._peers, self._say)
@@ -125,6 +127,8 @@ class Process:
         try:
             if self._made and self._made.leave:
                 await self._made.leave(self._made.service)
+            elif self._made:
+                await drain(self._made.service, budget_s(self.spec.config, self._member.role))
         except Exception as e:  # noqa: BLE001  an end that does not come is worse
             self._log.error("left without order", exc_info=e)
 
@@ -136,6 +140,7 @@ class Process:
             lambda: self._made.service if self._made else None,
             self._report,
             self.stop,
+            lambda: self.stop(EXIT_RESTART),
             lambda: self._peers.numbers() if self._peers else {},
             self.switch,
         )
@@ -218,10 +223,9 @@ class Process:
         self._member = replace(self._member, ready=False)
         peers.update(self._member)
         self._say(f"draining, to come back as {role.value}")
-        empty = await drained(made.service, drain_s, self._ended.done)
-        if self._ended.done():
+        if not await drain(made.service, drain_s, self._ended):
             return
-        self._log.info("switching role", role=role.value, drained=empty)
+        self._log.info("switching role", role=role.value)
         try:
             async with asyncio.timeout(COME_BACK_S):
                 await asyncio.to_thread(keep_role, self.spec.state_dir, self.spec.member, role)
@@ -233,30 +237,6 @@ class Process:
             return
         self._switching = None
         self._say(f"back as {role.value}, life {self._member.incarnation}")
-
-
-async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:
-    """One process's whole life; returns its exit code. Ends on SIGTERM, SIGINT, ``Admin.Stop``.
-
-    ``lifeline`` is a descriptor whose other end its launcher holds: the launcher's death is then a reason to stop, too.
-    """
-    os.environ.update({k: v for k, v in spec.environment().items() if k not in os.environ})
-    process = Process(spec, make, say)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, process.stop, 128 + number)
-    if lifeline is not None:
-        loop.add_reader(lifeline, _read_lifeline, lifeline, process)
-    code, why = await process.live()
-    if why:
-        print(f"{spec.member}: {why}", file=sys.stderr, flush=True)
-    return code
-
-
-def _read_lifeline(lifeline: int, process: Process) -> None:
-    if not os.read(lifeline, 4096):
-        asyncio.get_running_loop().remove_reader(lifeline)
-        process.stop()
 
 
 def _now() -> Incarnation:

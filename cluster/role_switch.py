@@ -1,4 +1,4 @@
-"""From one role to the other without loading the model anew: who may, how a worker is drained, what a restart has to know.
+"""From one role to the other without loading the model anew: who may, and what a restart has to know.
 
 A worker's member id names its process and stays; its role is a word about its newest life. The role it was switched to is
 kept in the state folder, so that a restart by the launcher comes back in it; a cluster that is started begins as configured.
@@ -6,21 +6,16 @@ kept in the state folder, so that a restart by the launcher comes back in it; a 
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.ids import MemberId, Role
-from moonpool.core.membership import Member, Service
+from moonpool.core.membership import Member
 
 SWITCHABLE = (Role.PREFILL, Role.DECODE)
-QUIET_S = 0.6  # nothing is there for so long: what was placed before readiness ended has arrived, or goes elsewhere
-LOOK_S = 0.1
 FOLDER = "roles"
 
 
@@ -33,20 +28,6 @@ def checked_role(text: str, member: Member) -> Role:
     if member.role is Role(text):
         raise InvalidRequest(f"role: {member.id} is a {text} worker already", param="role")
     return Role(text)
-
-
-async def drained(service: Service, limit_s: float, ended: Callable[[], bool]) -> bool:
-    """Waits until ``service`` has been without requests for a moment. False: ``limit_s`` passed, or the process ends."""
-    began, quiet_since = time.monotonic(), None
-    while (now := time.monotonic()) < began + limit_s and not ended():
-        if service.numbers().get("requests_live", 0.0):
-            quiet_since = None
-        elif quiet_since is None:
-            quiet_since = now
-        elif now - quiet_since >= QUIET_S:
-            return True
-        await asyncio.sleep(LOOK_S)
-    return False
 
 
 def keep_role(state_dir: Path, member: MemberId, role: Role) -> None:

@@ -48,6 +48,13 @@ class Live:
         """Of the next id."""
         return len(self.sequence.tokens) - len(self.attempt.request.prompt)
 
+    @property
+    def possible(self) -> int:
+        """Ids that may still come."""
+        request = self.attempt.request
+        most = min(request.sampling.max_tokens, self.sequence.limit - len(request.prompt))
+        return max(most - self.position, 0)
+
 
 class Attempts:
     """Live attempts by request: one each. Only the newest (request, attempt) counts; older ones are refused for good."""

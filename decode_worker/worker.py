@@ -20,7 +20,7 @@ import grpc
 
 from moonpool.core.blocks import BlockHasher, load_hash_key
 from moonpool.core.config import Config
-from moonpool.core.errors import Busy, Cancelled, DeadlinePassed, Failure, MoonpoolError
+from moonpool.core.errors import Busy, Cancelled, DeadlinePassed, Failure, MoonpoolError, Moved
 from moonpool.core.handoff import FirstToken
 from moonpool.core.ids import RequestId, Role
 from moonpool.core.lifetime import Instant, Lives
@@ -30,6 +30,7 @@ from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
 from moonpool.decode_worker.admission import check_attempt, token_limit
 from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.filling import Filler
+from moonpool.decode_worker.leaving import leave
 from moonpool.decode_worker.live import Attempts, Live
 from moonpool.decode_worker.publisher import BlockStore
 from moonpool.decode_worker.sequence import Sequence
@@ -41,6 +42,7 @@ from moonpool.engine.journal import PageJournal
 from moonpool.engine.sampler import finish_reason
 
 TOLD_LIVES = 32  # in ``words``
+COUNTED = ("started", "refused", "cancelled", "failed", "moved", "tokens")
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +58,7 @@ class DecodeWorker:
         self._tells_ends = config.store.eviction == "hazard"  # the one policy that learns from them
         self._steps = StepLoop(config, engine, self, self._store)
         self._broken: Failure | None = None
+        self._leaving = False
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
         self._counts: Counter[str] = Counter()
         self.lifetimes = Lives()
@@ -111,6 +114,8 @@ class DecodeWorker:
     def _admit(self, stream: TokenStream, attempt: Attempt, placement: Placement) -> None:
         if self._broken is not None:
             raise Busy(f"{self._member.id} has stopped computing: {self._broken.message}", peer=self._member.id)
+        if self._leaving:
+            raise self._moved()
         check_attempt(attempt, self._engine)
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         remote = placement.prefill.id != self._member.id
@@ -264,6 +269,30 @@ class DecodeWorker:
     def _store(self) -> BlockStore | None:
         return self._filler.link.client
 
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    async def drain(self, limit_s: float) -> None:
+        """Admit nothing more; finish what can be finished within ``limit_s`` seconds, hand the rest over."""
+        self._leaving = True
+        await leave(self, limit_s)
+
+    def held(self) -> list[Live]:
+        return self._attempts.all()
+
+    def publishing(self) -> int:
+        return len(self._steps.publisher)
+
+    def others(self) -> bool:
+        decoding = (m for role in (Role.DECODE, Role.BOTH) for m in self._peers.live(role))
+        return any(m.ready and m.id != self._member.id for m in decoding)
+
+    def give_back(self, live: Live) -> None:
+        self._counts["moved"] += 1
+        self._abort(live, self._last(live, Failure.of(self._moved())))
+
+    def _moved(self) -> Moved:
+        return Moved(f"{self._member.id} is leaving", peer=self._member.id)
+
     # -- Service -----------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, float]:
@@ -286,7 +315,7 @@ class DecodeWorker:
             "preemptions_count": batcher.preemptions,
             "blocks_published_count": publisher.stored,
             "blocks_not_published_count": publisher.given_up,
-            **{f"{name}_count": self._counts[name] for name in ("started", "refused", "cancelled", "failed", "tokens")},
+            **{f"{name}_count": self._counts[name] for name in COUNTED},
         }
 
     def words(self) -> dict[str, str]:
@@ -316,8 +345,7 @@ class DecodeWorker:
     def _describe(self, live: Live) -> LiveAttempt:
         sequence, request = live.sequence, live.attempt.request
         left = 0 if sequence.remote or sequence.left == 1 else sequence.left
-        possible = min(request.sampling.max_tokens, sequence.limit - len(request.prompt)) - live.position
-        return LiveAttempt(live.request, live.attempt.number, len(request.prompt), max(possible, 0), left, live.position)
+        return LiveAttempt(live.request, live.attempt.number, len(request.prompt), live.possible, left, live.position)
 
     async def clear_device_pages(self) -> int:
         """Forget cached pages that nobody uses; returns how many."""

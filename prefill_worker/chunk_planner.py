@@ -188,6 +188,12 @@ class ChunkPlanner:
         entry = self._jobs.get(key)
         return entry.total - entry.done if entry else 0
 
+    def waiting(self, now: float) -> list[tuple[JobKey, float]]:
+        """Jobs that wait, as they will be taken while no landing is refused, each with its predicted work."""
+        rank = self._by_work if self._shortest else self._by_standing
+        found = [(rank(e, now), key, e.work) for key, e in self._jobs.items() if e.stage is Stage.WAITING]
+        return [(key, work) for _, key, work in sorted(found, key=lambda item: item[0])]
+
     def leave(self, key: JobKey) -> None:
         """Finished, failed or cancelled, in any stage. A second time is a no-op."""
         self._jobs.pop(key, None)

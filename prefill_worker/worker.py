@@ -26,6 +26,7 @@ from moonpool.core.errors import (
     DeadlinePassed,
     Failure,
     InvalidRequest,
+    Moved,
     PromptTooLarge,
     Reason,
 )
@@ -37,8 +38,10 @@ from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher
+from moonpool.kvstore.sealing.keys import KvKey, kv_keys
 from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
 from moonpool.prefill_worker.job import Job, planned_blocks
+from moonpool.prefill_worker.leaving import leave
 from moonpool.prefill_worker.runner import Runner
 from moonpool.prefill_worker.service import PrefillFace
 
@@ -51,7 +54,9 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """Service object of a prefill worker."""
 
-    def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, hash_key: bytes) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, member: Member, peers: Peers, hash_key: bytes, kv_key: KvKey | None = None
+    ) -> None:
         self._config, self._engine, self._member, self._peers, self._hash_key = config, engine, member, peers, hash_key
         self._planner = ChunkPlanner(
             queue_limit=config.timing.queue_limit,
@@ -65,10 +70,11 @@ class PrefillWorker:
         self._jobs: dict[JobKey, Job] = {}  # until their pages are back
         self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
         self._link = StoreLink(member, engine.layout, peers, config.timing)
-        self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer)
+        self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer, key=kv_key)
         self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, reuse=config.engine.reuse)
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
+        self._leaving = False
         self._counts: Counter[str] = Counter()
         self.lifetimes = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -76,8 +82,11 @@ class PrefillWorker:
 
     @classmethod
     async def start(cls, config: Config, engine: Engine, member: Member, peers: Peers) -> PrefillWorker:
-        """Ready to serve. ConfigError where the hash key cannot be read, LayoutMismatch where this host's pool differs."""
-        worker = cls(config, engine, member, peers, load_hash_key(config.key_file(Path.home())))
+        """Ready to serve. ConfigError where a key cannot be read, LayoutMismatch where this host's pool differs."""
+        home = Path.home()
+        keys = kv_keys(config, home)
+        kv_key = None if keys is None else keys.current
+        worker = cls(config, engine, member, peers, load_hash_key(config.key_file(home)), kv_key)
         worker._unsubscribe = peers.subscribe(worker._peer_changed)
         await worker._link.start()
         return worker
@@ -103,6 +112,8 @@ class PrefillWorker:
             self._cancel(work, Failure(Reason.CANCELLED, "the decode worker ended its call"))
 
     def _submit(self, job: PrefillJob) -> Job:
+        if self._leaving:
+            raise self._moved()
         attempt = job.attempt
         capacity = min(self._engine.pages.total * self._engine.layout.block_tokens, self._engine.max_context)
         if not attempt.context:
@@ -206,6 +217,34 @@ class PrefillWorker:
                 await self._wake.wait()
         except TimeoutError:
             pass
+
+    # -- leaving -----------------------------------------------------------------------------------------------------
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing more; finish within ``limit_s`` seconds what can be finished, give the rest back."""
+        self._leaving = True
+        await leave(self, limit_s)
+
+    def held(self) -> list[JobKey]:
+        return list(self._jobs)
+
+    def work_left(self, now: float) -> tuple[float, list[tuple[JobKey, float]]]:
+        current = self._planner.current
+        running_s = self._runner.pace.seconds(self._planner.remaining(current)) if current else 0.0
+        return running_s, self._planner.waiting(now)
+
+    def others(self) -> bool:
+        computing = (m for role in (Role.PREFILL, Role.BOTH) for m in self._peers.live(role))
+        return any(m.ready and m.id != self._member.id for m in computing)
+
+    def give_back(self, job: JobKey) -> None:
+        work = self._jobs[job]
+        if not work.ended():
+            self._counts["moved"] += 1
+            work.fail(Failure.of(self._moved()))
+
+    def _moved(self) -> Moved:
+        return Moved(f"{self._member.id} is leaving", peer=self._member.id)
 
     # -- Service -----------------------------------------------------------------------------------------------------
 

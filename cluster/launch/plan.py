@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from moonpool.cluster.leaving import budget_s
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config
 from moonpool.core.ids import MemberId, NodeId, Role
@@ -15,6 +17,30 @@ STAGES: tuple[tuple[Role, ...], ...] = (
     (Role.STORE,),
     (Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR, Role.GATEWAY),
 )
+
+# Ending goes the other way: nobody is asked any more, then nobody computes, then what nobody else holds is moved out.
+ENDS: tuple[tuple[Role, ...], ...] = (
+    (Role.GATEWAY,),
+    (Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR),
+    (Role.STORE,),
+)
+END_S = 15.0  # after its own budget: what closing a process takes at the most
+
+
+def ends(config: Config, members: Iterable[tuple[MemberId, Role]]) -> list[tuple[list[MemberId], float]]:
+    """Who is stopped together, and the seconds they get; last started first."""
+    started = list(members)
+    found = []
+    for roles in ENDS:
+        stage = [member for member, role in reversed(started) if role in roles]
+        if stage:
+            found.append((stage, max(budget_s(config, role) for role in roles) + END_S))
+    return found
+
+
+def patience_s(config: Config) -> float:
+    """What an orderly end of a whole cluster takes at the most, in seconds."""
+    return END_S + sum(END_S + max(budget_s(config, role) for role in roles) for roles in ENDS)
 
 
 def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:

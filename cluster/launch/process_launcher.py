@@ -11,14 +11,14 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from moonpool.cluster.launch.plan import ends
 from moonpool.cluster.launch.state import StateDir
-from moonpool.cluster.process import EXIT_BAD_START, EXIT_STOPPED, Say
+from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Say
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.ids import MemberId
 
 BACKOFF_S = (0.2, 5.0)
 STABLE_S = 30.0  # a life this long starts the back-off anew
-STOP_S = 25.0  # a store node moves its blocks out first
 READY = "ready at "  # a life that said so once is worth another one
 
 Command = Callable[[Path], Sequence[str]]
@@ -46,6 +46,7 @@ class ProcessLauncher:
         self._state, self._say, self._failed = state, say, failed
         self._max_restarts, self._command = max_restarts, command
         self._children: dict[MemberId, Process] = {}
+        self._specs: dict[MemberId, RoleSpec] = {}
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
@@ -55,23 +56,31 @@ class ProcessLauncher:
     async def start(self, spec: RoleSpec) -> None:
         file = self._state.path / "specs" / f"{spec.member}.json"
         file.write_text(spec.to_json(), encoding="utf-8")
+        self._specs[spec.member] = spec
         self._keepers[spec.member] = asyncio.create_task(self._keep(spec, file), name=f"keep-{spec.member}")
 
     async def stop(self) -> None:
-        """Stops everybody, last started first, together; kills who does not listen."""
+        """Stops everybody in the order of ``plan.ends``; kills who does not listen."""
         self._stopping.set()
-        for child in reversed(self._children.values()):
-            _signal(child, signal.SIGTERM)
-        waits = [asyncio.create_task(c.wait()) for c in self._children.values() if c.returncode is None]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_S)
-        for member, child in self._children.items():
-            if child.returncode is None:
-                self._say(f"[{member}] does not stop; killed")
-                _signal(child, signal.SIGKILL)
+        if self._specs:
+            config = next(iter(self._specs.values())).config
+            for stage, limit_s in ends(config, ((member, spec.role) for member, spec in self._specs.items())):
+                await self._stop([c for member in stage if (c := self._children.get(member))], limit_s)
         for keeper in self._keepers.values():
             keeper.cancel()
-        await asyncio.gather(*self._keepers.values(), *waits, return_exceptions=True)
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+    async def _stop(self, children: list[Process], limit_s: float) -> None:
+        for child in children:
+            _signal(child, signal.SIGTERM)
+        waits = [asyncio.create_task(child.wait()) for child in children if child.returncode is None]
+        if waits:
+            await asyncio.wait(waits, timeout=limit_s)
+        for member, child in self._children.items():
+            if child in children and child.returncode is None:
+                self._say(f"[{member}] does not stop; killed")
+                _signal(child, signal.SIGKILL)
+        await asyncio.gather(*waits, return_exceptions=True)
 
     async def _keep(self, spec: RoleSpec, file: Path) -> None:
         delay, restarts = BACKOFF_S[0], 0
@@ -80,6 +89,9 @@ class ProcessLauncher:
             code, last, was_ready = await self._live(spec, file)
             if self._stopping.is_set() or code == EXIT_STOPPED:
                 return
+            if code == EXIT_RESTART:
+                self._say(f"[{spec.member}] left, to be started anew")
+                continue
             if code == EXIT_BAD_START and not was_ready:
                 self._failed(spec.member, last or "it ended without a word")
                 return

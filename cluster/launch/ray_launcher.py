@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
+from moonpool.cluster.launch.plan import ends
 from moonpool.cluster.launch.state import StateDir
-from moonpool.cluster.process import EXIT_BAD_START, EXIT_STOPPED, Make, Say
+from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Make, Say
 from moonpool.cluster.roles import make
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config, NodeConfig
@@ -28,7 +29,7 @@ from moonpool.core.ids import MemberId, Role
 CPUS = {Role.STORE: 0.1, Role.PREFILL: 0.4, Role.DECODE: 0.4, Role.BOTH: 1.0, Role.CONDUCTOR: 0.1, Role.GATEWAY: 0.1}
 PLACE_S = 30.0
 RETRY_S = 0.3  # while Ray restarts an actor (2 to 3 s), calls to it are refused
-STOP_S = 25.0  # a store node moves its blocks out first
+FREE_S = 10.0  # for the name of a killed actor to come free
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: no token and no KV goes through it
 
 
@@ -63,6 +64,7 @@ class RayLauncher:
         self._opening: asyncio.Task[None] | None = None
         self._group: Any = None
         self._actors: dict[MemberId, Any] = {}
+        self._roles: dict[MemberId, Role] = {}
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
@@ -89,20 +91,21 @@ class RayLauncher:
 
     async def start(self, spec: RoleSpec) -> None:
         self._actors[spec.member] = self._create(spec)
+        self._roles[spec.member] = spec.role
         self._keepers[spec.member] = asyncio.create_task(self._keep(spec), name=f"keep-{spec.member}")
 
     async def stop(self) -> None:
-        """Stops every role in order, last started first, then Ray itself."""
+        """Stops everybody in the order of ``plan.ends``, then Ray itself."""
         self._stopping.set()
         if self._opening is None:
             return
         import ray
 
         await asyncio.gather(self._opening, return_exceptions=True)  # half a Ray cannot be shut down
-        for actor in reversed(self._actors.values()):
-            actor.stop.remote()
-        if self._keepers:
-            await asyncio.wait(self._keepers.values(), timeout=STOP_S)
+        for stage, limit_s in ends(self._config, self._roles.items()):
+            for member in stage:
+                self._actors[member].stop.remote()
+            await asyncio.wait([self._keepers[member] for member in stage], timeout=limit_s)
         for keeper in self._keepers.values():
             keeper.cancel()
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
@@ -172,13 +175,18 @@ class RayLauncher:
         """Runs the role again in every actor process that Ray makes for it, until it is stopped or given up."""
         from ray.exceptions import ActorDiedError, RayActorError
 
-        actor, running = self._actors[spec.member], False
+        running = False
         while not self._stopping.is_set():
+            actor = self._actors[spec.member]
             listener = asyncio.create_task(self._listen(spec.member, actor))
             try:
                 self._state.record(spec.member, await _resolved(actor.pid.remote()))
                 running = True
                 code, why = await _resolved(actor.run.remote())
+                if code == EXIT_RESTART:
+                    self._say(f"[{spec.member}] left, to be started anew")
+                    self._actors[spec.member] = await self._anew(spec, actor)
+                    continue
                 if code == EXIT_BAD_START:
                     self._failed(spec.member, why)
                 if code in (EXIT_BAD_START, EXIT_STOPPED):
@@ -194,6 +202,20 @@ class RayLauncher:
                 await asyncio.sleep(RETRY_S)
             finally:
                 listener.cancel()
+
+    async def _anew(self, spec: RoleSpec, actor: Any) -> Any:
+        """A new actor in the place of ``actor``, which has left: Ray counts no restart."""
+        import ray
+
+        ray.kill(actor, no_restart=True)
+        until = asyncio.get_running_loop().time() + FREE_S
+        while True:
+            try:
+                return self._create(spec)
+            except ValueError:  # its name is still taken
+                if asyncio.get_running_loop().time() > until:
+                    raise
+                await asyncio.sleep(RETRY_S)
 
     async def _listen(self, member: MemberId, actor: Any) -> None:
         from ray.exceptions import RayError

@@ -64,12 +64,14 @@ class Front:
     decode_server: Served
     client: httpx.AsyncClient
     model_dir: Path
+    drain_s: float
     left: bool = False
 
     async def leave(self) -> None:
-        """Close the gateway; once, whoever asks."""
+        """As the gateway's process leaves; once, whoever asks."""
         if not self.left:
             self.left = True
+            await self.gateway.drain(self.drain_s)
             await self.gateway.close()
 
 
@@ -102,7 +104,8 @@ async def front(
         me = Member(MemberId("gateway-0"), Role.GATEWAY, NodeId("b"), Incarnation(1), "127.0.0.1:1", 0)
         gateway = await Gateway.start(settings, me, membership, HASH_KEY, model_dir)
         client = httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False)
-        running = Front(gateway, membership, conductor, conductor_server, decode, worker, client, model_dir)
+        drain_s = settings.gateway.drain_ms / 1000
+        running = Front(gateway, membership, conductor, conductor_server, decode, worker, client, model_dir, drain_s)
         stack.push_async_callback(running.leave)
         stack.push_async_callback(client.aclose)
         yield running

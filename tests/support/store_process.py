@@ -17,8 +17,8 @@ import grpc
 
 from moonpool.cluster import roles
 from moonpool.cluster.membership import Membership
-from moonpool.cluster.process import run_role
 from moonpool.cluster.registry import Registry
+from moonpool.cluster.run import run_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role

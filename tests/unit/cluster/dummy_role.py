@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 
 from moonpool.cluster.membership import Membership
-from moonpool.cluster.process import Made, Say, run_role
+from moonpool.cluster.process import Made, Say
+from moonpool.cluster.run import run_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import ConfigError
 from moonpool.core.membership import Member, Service, WorkerReport

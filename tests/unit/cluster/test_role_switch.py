@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from moonpool.core.membership import Liveness, Member, MemberChange, Service, Wo
 from moonpool.wire import pb
 
 NAME = MemberId("prefill-0")
-TIMING = TimingConfig(heartbeat_ms=20)
+TIMING = TimingConfig(heartbeat_ms=20, drain_ms=200)
 
 
 class Worker:
@@ -41,6 +42,11 @@ class Worker:
 
     def report(self) -> WorkerReport | None:
         return None
+
+    async def drain(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while self.live and time.monotonic() < end:
+            await asyncio.sleep(0.01)
 
     async def close(self) -> None:
         self.closed = True
@@ -122,9 +128,7 @@ async def house(folder: Path, role: Role = Role.PREFILL) -> AsyncIterator[House]
 
 
 @pytest.fixture(autouse=True)
-def short_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(role_switch, "QUIET_S", 0.05)
-    monkeypatch.setattr(role_switch, "LOOK_S", 0.01)
+def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "open_log", lambda folder, member: structlog.get_logger())
 
 

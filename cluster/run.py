@@ -1,0 +1,52 @@
+"""One role as a process of its own: what the operating system tells it, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from types import FrameType
+
+from moonpool.cluster.process import Make, Process, Say
+from moonpool.cluster.spec import RoleSpec
+
+
+async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:
+    """One process's whole life; returns its exit code. Ends in order on SIGTERM, SIGINT, ``Admin.Stop``; a second signal
+    ends it at once.
+
+    ``lifeline`` is a descriptor whose other end its launcher holds: the launcher's death is then a reason to stop, too.
+    """
+    os.environ.update({k: v for k, v in spec.environment().items() if k not in os.environ})
+    process = Process(spec, make, say)
+    heed = _Signals(process)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, heed)
+    if lifeline is not None:
+        asyncio.get_running_loop().add_reader(lifeline, _read_lifeline, lifeline, process)
+    code, why = await process.live()
+    if why:
+        print(f"{spec.member}: {why}", file=sys.stderr, flush=True)
+    return code
+
+
+class _Signals:
+    """Heeded between two byte codes of the main thread, also while the event loop is busy."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._heard = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._heard:
+            os._exit(128 + number)
+        self._heard = True
+        self._loop.call_soon_threadsafe(self._process.stop, 128 + number)
+
+
+def _read_lifeline(lifeline: int, process: Process) -> None:
+    if not os.read(lifeline, 4096):
+        asyncio.get_running_loop().remove_reader(lifeline)
+        process.stop()
