@@ -22,11 +22,12 @@ from moonpool.cluster.etcd.address import registry_of
 from moonpool.core.config import Config, NodeConfig, SchedulerConfig
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
+from moonpool.core.principal import IDENTITY
 from moonpool.core.use import DEFAULT_TENANT
 
 PREFIX = "MOONPOOL_"
-# Read by tests and scripts, not by the configuration.
-NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL"})
+# Read by tests, scripts and channels, not by the configuration.
+NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", IDENTITY})
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
     "store.quotas": '{"alice": "1 GiB"}',
@@ -212,6 +213,10 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"
         )
+    if config.security.kv_encryption != "off":
+        from moonpool.kvstore.transfer.sealable import require_sealable
+
+        require_sealable(config.transfer)
     _check_roles(config)
     _check_scheduler(config.scheduler)
     if timing.silent_after_ms < 2 * timing.heartbeat_ms:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from moonpool.kvstore.receiving import Receiving
 from moonpool.kvstore.regions import OwnRegions, Progress
 from moonpool.kvstore.replication.leaving import Leaving, MovedOut
 from moonpool.kvstore.replication.spreading import Spreader
+from moonpool.kvstore.sealing.keys import KvKeys, kv_keys
 from moonpool.kvstore.slots import SlotMap
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices
 from moonpool.kvstore.transfer.choose import MakeReceivers, make_receivers
@@ -68,6 +70,7 @@ class StoreNode:
         push: Push | None,
         lower: LowerTiers,
         lock: NodeLock,
+        keys: KvKeys | None = None,
     ) -> None:
         self.config = config
         self.member = member
@@ -91,6 +94,7 @@ class StoreNode:
         )
         self.lower = lower
         self._lock = lock
+        self._key = None if keys is None else keys.current
         self.verifier = Verifier(self.pool, regions.views, self.clock, self._tell_landed, self.changed)
         self.watchers = Watchers(member.node, member.incarnation, self._snapshot)
         self.receiving = Receiving(member, self.pool, self.clock)
@@ -108,7 +112,7 @@ class StoreNode:
             on_gone,
             self.receiving.cut,
         )
-        self.pusher = Pusher(member, layout, regions.views, config.transfer)
+        self.pusher = Pusher(member, layout, regions.views, config.transfer, key=self._key)
         self.fetcher = Fetcher(self, push or self._push)
         self.compressor = Compressor(self)
         self.spreader = Spreader(self, config.store.replicate_after)
@@ -128,7 +132,7 @@ class StoreNode:
         *,
         on_gone: OnGone | None = None,
         progress: Progress | None = None,
-        receivers: MakeReceivers = make_receivers,
+        receivers: MakeReceivers | None = None,
         push: Push | None = None,
     ) -> StoreNode:
         """Allocates and touches the pool (in a thread, with ``progress``), then listens for its host's workers.
@@ -140,15 +144,16 @@ class StoreNode:
         async with AsyncExitStack() as opened:
             lock = NodeLock.take(config.state_dir(Path.home()), member.node)
             opened.callback(lock.release)
+            keys = await asyncio.to_thread(kv_keys, config, Path.home())
             lower = await LowerTiers.open(config.store, member.node, [layout])  # its folder is checked before memory is taken
             opened.push_async_callback(lower.close)
             regions = await asyncio.to_thread(
                 OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress
             )
             opened.pop_all()
-        node = cls(config, member, layout, peers, regions, on_gone, push, lower, lock)
+        node = cls(config, member, layout, peers, regions, on_gone, push, lower, lock, keys)
         try:
-            await node._start(receivers)
+            await node._start(receivers or partial(make_receivers, key=node._key))
         except BaseException:
             await node.close()
             raise
@@ -248,9 +253,9 @@ class StoreNode:
         claim = self.pool.landings.get(landing)
         if not self.pool.landings.drained(landing, writer, self.clock()) or claim is None:
             return
-        if claim.incomplete and claim.reader_open and not claim.fenced:
-            failure = TransferFailed(f"{writer.member} ended landing {landing} before all of it had landed", peer=writer.member)
-            self.sessions.tell_failed(claim.ask.reader, claim.landing, Failure.of(failure))
+        if claim.reader_open and not claim.fenced:
+            torn = TransferFailed(f"{writer.member} ended landing {landing} before all of it had landed", peer=writer.member)
+            self.sessions.tell_through(claim.ask.reader, claim.landing, Failure.of(torn) if claim.incomplete else None)
         self.changed()
 
     def end_landing(self, landing: int) -> None:

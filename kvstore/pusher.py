@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,17 @@ from moonpool.core.membership import Member
 from moonpool.core.request import Attempt
 from moonpool.kvstore.push_landing import PushLanding
 from moonpool.kvstore.push_target import PushTarget
+from moonpool.kvstore.sealing.keys import KvKey
 from moonpool.kvstore.transfer.carrier import Endpoint, Sender
-from moonpool.kvstore.transfer.choose import MakeSender, carriers_for, make_sender, pick, rdma_usable, reaching
+from moonpool.kvstore.transfer.choose import (
+    MakeSender,
+    carriers_for,
+    make_sender,
+    pick,
+    rdma_usable,
+    reaching,
+)
+from moonpool.kvstore.transfer.sealable import require_sealable
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 
@@ -34,7 +44,8 @@ class Pusher:
     """Event-loop only. ``source`` is what it pushes from, and must stay mapped until ``close`` has returned.
 
     A worker gives its page tensor, [pages, layers, slice_bytes] contiguous uint8, and pushes with ``push_layer``. A store
-    node gives its mapped regions, a flat uint8 array per region number, and pushes with ``push_blocks``.
+    node gives its mapped regions, a flat uint8 array per region number, and pushes with ``push_blocks``. With a ``key``
+    what leaves this host is encrypted.
     """
 
     def __init__(
@@ -44,12 +55,14 @@ class Pusher:
         source: NDArray[np.uint8] | Sequence[NDArray[np.uint8]],
         config: TransferConfig,
         *,
-        senders: MakeSender = make_sender,
+        senders: MakeSender | None = None,
+        key: KvKey | None = None,
     ) -> None:
         self._member = member
         self._layout = layout
         self._config = config
-        self._make_sender = senders
+        self._make_sender = senders or partial(make_sender, key=key)
+        self._sealed = key is not None
         memories = [source] if isinstance(source, np.ndarray) else source
         self._memories = tuple(_flat(memory) for memory in memories)
         self._senders: dict[str, Sender] = {}
@@ -58,7 +71,9 @@ class Pusher:
 
     def prepare(self) -> None:
         """Make the sending end for other nodes ahead of the first grant (the first UCX agent takes half a second)."""
-        if self._config.carrier == "ucx" or (self._config.carrier == "auto" and rdma_usable(self._config)):
+        if self._sealed:
+            require_sealable(self._config)
+        elif self._config.carrier == "ucx" or (self._config.carrier == "auto" and rdma_usable(self._config)):
             self._loop = asyncio.get_running_loop()
             self._sender("ucx")
 
@@ -80,7 +95,7 @@ class Pusher:
         hears of what lands. Busy: not now; LayoutMismatch; PeerSilent: the store node does not answer; ConfigError: no
         carrier reaches it.
         """
-        carriers = carriers_for(self._config, self._member.node, store.node)
+        carriers = carriers_for(self._config, self._member.node, store.node, sealed=self._sealed)
         target = await self._target(carriers, store.id, store.address, store.incarnation)
         request = pb.store.GrantRequest(
             request=attempt.request.id,
@@ -108,7 +123,7 @@ class Pusher:
         The caller pins the sources meanwhile. TransferFailed, PeerSilent: after draining what could be. ConfigError: no
         carrier that is ``offered`` can be used here.
         """
-        carriers = carriers_for(self._config, self._member.node, landing.node)
+        carriers = carriers_for(self._config, self._member.node, landing.node, sealed=self._sealed)
         target = await self._target(carriers, landing.node, address, landing.incarnation)
         try:
             endpoint = pick(target.carriers, offered)

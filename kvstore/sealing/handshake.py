@@ -67,7 +67,9 @@ class Handshake:
 def _public_of(offer: bytes, mine: KvKey) -> bytes:
     magic, version, key_id, public = OFFER.unpack(offer)
     if magic != MAGIC or version != VERSION:
-        raise InvalidRequest(f"offer: {magic!r} version {version} is no offer of version {VERSION}: KV bytes are encrypted here")
+        raise InvalidRequest(
+            f"offer: {magic!r} version {version} is no offer of version {VERSION}: KV bytes are encrypted here"
+        )
     if key_id != mine.id_bytes:
         raise LayoutMismatch(f"kv key {mine.id} here, {key_id.hex()} at the peer; give both the same security.kv_key_file")
     return bytes(public)

@@ -17,7 +17,9 @@ from moonpool.core.config import TransferConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId
 from moonpool.core.membership import Member
+from moonpool.kvstore.sealing.keys import KvKey
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices, Receiver, Sender
+from moonpool.kvstore.transfer.sealable import require_sealable
 from moonpool.kvstore.transfer.segment import Notify, SegmentSender
 from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
 from moonpool.kvstore.transfer.tcp_sender import TcpSender
@@ -31,14 +33,21 @@ DEVICES = Path("/sys/class/infiniband")
 WITHIN_A_HOST = frozenset({"tcp", "self", "sm", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem"})
 
 
-def carriers_for(config: TransferConfig, here: NodeId, there: NodeId, devices: Path = DEVICES) -> tuple[str, ...]:
+def carriers_for(
+    config: TransferConfig, here: NodeId, there: NodeId, devices: Path = DEVICES, *, sealed: bool = False
+) -> tuple[str, ...]:
     """What a writer on node ``here`` can use to node ``there``, best first; the target answers with the first it has.
 
-    ConfigError where the one that the configuration names cannot reach.
+    ``sealed``: KV bytes between nodes are encrypted. ConfigError where the one that the configuration names cannot reach,
+    or cannot be sealed.
     """
+    if sealed:
+        require_sealable(config)
     if config.carrier == "auto":
         if here == there:
             return ("segment",)
+        if sealed:
+            return ("tcp",)
         return ("ucx", "tcp") if rdma_usable(config, devices) else ("tcp", "ucx")
     if config.carrier == "segment" and here != there:
         raise ConfigError(
@@ -85,28 +94,31 @@ def rdma_usable(config: TransferConfig, devices: Path = DEVICES) -> bool:
     return any(devices.glob("*")) and not allowed <= WITHIN_A_HOST
 
 
-def make_receivers(config: TransferConfig, member: Member, notices_of: NoticesOf) -> list[Receiver]:
+def make_receivers(config: TransferConfig, member: Member, notices_of: NoticesOf, key: KvKey | None = None) -> list[Receiver]:
     """The ends for writers of other nodes, best first; none where only mapped segments are wanted.
 
-    ConfigError for a carrier that has no receiving end of its own between processes.
+    With a ``key`` only its holders can push. ConfigError for a carrier that has no receiving end of its own between
+    processes, or that cannot keep others out.
     """
-    return [_make_receiver(name, config, member, notices_of(name)) for name in offered(config)]
+    return [_make_receiver(name, config, member, notices_of(name), key) for name in offered(config, sealed=key is not None)]
 
 
-def offered(config: TransferConfig, devices: Path = DEVICES) -> list[str]:
+def offered(config: TransferConfig, devices: Path = DEVICES, *, sealed: bool = False) -> list[str]:
     """By which carriers writers of other nodes may come, best first."""
+    if sealed:
+        require_sealable(config)
     if config.carrier == "segment":
         return []
     if config.carrier == "memory":
         raise ConfigError("transfer.carrier: 'memory' moves bytes inside one process only; use auto", param="transfer.carrier")
     if config.carrier != "auto":
         return [str(config.carrier)]
-    return ["ucx", "tcp"] if rdma_usable(config, devices) else ["tcp"]
+    return ["ucx", "tcp"] if not sealed and rdma_usable(config, devices) else ["tcp"]
 
 
-def _make_receiver(carrier: str, config: TransferConfig, member: Member, on_notices: OnNotices) -> Receiver:
+def _make_receiver(carrier: str, config: TransferConfig, member: Member, on_notices: OnNotices, key: KvKey | None) -> Receiver:
     if carrier == "tcp":
-        return TcpReceiver(member, on_notices)
+        return TcpReceiver(member, on_notices, key=key)
     if carrier == "ucx":
         from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
 
@@ -118,12 +130,12 @@ def _make_receiver(carrier: str, config: TransferConfig, member: Member, on_noti
     raise _unknown(carrier)
 
 
-def make_sender(carrier: str, member: Member, config: TransferConfig, notify: Notify) -> Sender:
+def make_sender(carrier: str, member: Member, config: TransferConfig, notify: Notify, key: KvKey | None = None) -> Sender:
     """ConfigError for a carrier that has no sending end of its own between processes."""
     if carrier == "segment":
         return SegmentSender(config, notify)
     if carrier == "tcp":
-        return TcpSender(member, config)
+        return TcpSender(member, config, key=key)
     if carrier == "ucx":
         from moonpool.kvstore.transfer.ucx_sender import UcxSender
 

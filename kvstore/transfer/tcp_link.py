@@ -1,7 +1,8 @@
 """One connection of the tcp carrier as its sender sees it: connect, send, await answers, give up.
 
 A link's thread waits in ``poll`` for the socket and for new pushes. Bytes are gathered from source memory by the
-kernel. A push is done when the receiver has answered it: then its bytes are in place and its notice was handed over.
+kernel, or sealed from there. A push is done when the receiver has answered it: then its bytes are in place and its notice
+was handed over.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from itertools import islice
 
 import structlog
 
 from moonpool.core.errors import InvalidRequest, MoonpoolError, PeerSilent, TransferFailed
 from moonpool.kvstore.claims import Life
-from moonpool.kvstore.transfer import tcp_wire
-from moonpool.kvstore.transfer.carrier import LENGTH, MEMORY, OFFSET, Endpoint
+from moonpool.kvstore.sealing.handshake import OFFER, Handshake, Streams
+from moonpool.kvstore.sealing.keys import KvKey
+from moonpool.kvstore.sealing.stream import TAG_BYTES, Stream
+from moonpool.kvstore.transfer import tcp_streams, tcp_wire
+from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.kvstore.transfer.pieces import Extents, coalesce, region_sizes, require_inside
-from moonpool.kvstore.transfer.tcp_connection import AT_ONCE, KEEPALIVE
+from moonpool.kvstore.transfer.tcp_connection import KEEPALIVE
 from moonpool.kvstore.transfer.write import MAX_POSTED, Source, Write, end
 
 MAX_ANSWERS = 1024  # read at once
@@ -35,7 +38,9 @@ log = structlog.get_logger(__name__)
 class Link:
     """Methods may be called from any thread, and never block but for ``join``. Every failure ends futures."""
 
-    def __init__(self, target: Endpoint, me: Life, source: Source, stall_s: float, connect_s: float) -> None:
+    def __init__(
+        self, target: Endpoint, me: Life, source: Source, stall_s: float, connect_s: float, key: KvKey | None = None
+    ) -> None:
         self._target = target
         self._me = me
         self._source = source
@@ -53,7 +58,9 @@ class Link:
         # Of the thread alone:
         self._socket: socket.socket | None = None
         self._posted: deque[Write] = deque()
-        self._out: deque[memoryview] = deque()  # what is still to be sent of them
+        self._key = key
+        self._out: tcp_streams.Writer = tcp_streams.PlainWriter()  # what is still to be sent of them
+        self._hears: Stream | None = None  # opens answers
         self._answers = b""
         self._numbers = 0
         self._moved = 0.0  # when the target last took or answered anything, or something was posted with nothing before it
@@ -129,14 +136,18 @@ class Link:
             self._socket = socket.create_connection((address.host, address.port), self._connect_s)
             for level, option, value in KEEPALIVE:
                 self._socket.setsockopt(level, option, value)
-            self._socket.sendall(tcp_wire.encode_hello(address, self._me))
-            welcome = b""
-            while len(welcome) < tcp_wire.WELCOME.size:
-                self._socket.settimeout(max(until - time.monotonic(), 1e-3))
-                more = self._socket.recv(tcp_wire.WELCOME.size - len(welcome))
-                if not more:
-                    raise TransferFailed(f"node {self._target.node}: this life of its endpoint is over", peer=self._target.node)
-                welcome += more
+            hello = tcp_wire.encode_hello(address, self._me)
+            welcome: bytes
+            if self._key is None:
+                self._socket.sendall(hello)
+                welcome = self._read_by(until, tcp_wire.WELCOME.size)
+            else:
+                streams = self._agree(self._key, until)
+                fixed = streams.sends.seal(hello[: tcp_wire.HELLO.size], tcp_streams.HELLO)
+                self._socket.sendall(fixed + streams.sends.seal(hello[tcp_wire.HELLO.size :], tcp_streams.NAME))
+                record = self._read_by(until, tcp_wire.WELCOME.size + TAG_BYTES)
+                welcome = streams.hears.open(record, tcp_streams.WELCOME)
+                self._out, self._hears = tcp_streams.SealedWriter(streams.sends), streams.hears
         except TimeoutError as e:
             message = f"node {self._target.node} did not answer at its KV port within {self._connect_s:g} s"
             raise PeerSilent(message, peer=self._target.node) from e
@@ -147,6 +158,23 @@ class Link:
             connects, self._connects = self._connects, []
         for done in connects:
             end(done, None)
+
+    def _agree(self, key: KvKey, until: float) -> Streams:
+        assert self._socket is not None
+        handshake = Handshake(key)
+        self._socket.sendall(handshake.offer)
+        return handshake.meet(self._read_by(until, OFFER.size), caller=True)
+
+    def _read_by(self, until: float, size: int) -> bytes:
+        assert self._socket is not None
+        data = b""
+        while len(data) < size:
+            self._socket.settimeout(max(until - time.monotonic(), 1e-3))
+            more = self._socket.recv(size - len(data))
+            if not more:
+                raise TransferFailed(f"node {self._target.node}: this life of its endpoint is over", peer=self._target.node)
+            data += more
+        return data
 
     def _work(self) -> None:
         """Until everything has ended after ``leave`` or ``close``."""
@@ -203,40 +231,43 @@ class Link:
             part = pieces[at : at + tcp_wire.MAX_PIECES]
             last = at + tcp_wire.MAX_PIECES >= len(pieces)
             frame = write.frame if last else b""
-            self._out.append(memoryview(tcp_wire.encode_message(write.number, part, frame, last=last)))
-            columns = part[:, (MEMORY, OFFSET, LENGTH)].tolist()
-            self._out.extend(views[memory][offset : offset + length] for memory, offset, length in columns)
-            if frame:
-                self._out.append(memoryview(frame))
+            message = memoryview(tcp_wire.encode_message(write.number, part, frame, last=last))
+            head, table = message[: tcp_wire.HEADER.size], message[tcp_wire.HEADER.size :]
+            parts = [(tcp_streams.HEADER, head), (tcp_streams.TABLE, table)]
+            for memory, offset, region, to, length in part.tolist():
+                parts.append((tcp_streams.place(region, to, length), views[memory][offset : offset + length]))
+            self._out.put([*parts, (tcp_streams.NOTICE, memoryview(frame))])
 
     def _send(self) -> None:
         """As much as the socket takes."""
         assert self._socket is not None
         while self._out:
             try:
-                sent = self._socket.sendmsg(list(islice(self._out, AT_ONCE)))
+                sent = self._socket.sendmsg(self._out.next())
             except BlockingIOError:
                 return
             self._moved = time.monotonic()
-            while sent and sent >= len(self._out[0]):
-                sent -= len(self._out.popleft())
-            if sent:
-                self._out[0] = self._out[0][sent:]
+            self._out.took(sent)
 
     def _hear(self) -> None:
         """Take answers; TransferFailed where the other end is through with us."""
         assert self._socket is not None
+        size = tcp_wire.ANSWER.size + (0 if self._hears is None else TAG_BYTES)
         try:
-            data = self._socket.recv(MAX_ANSWERS * tcp_wire.ANSWER.size)
+            data = self._socket.recv(MAX_ANSWERS * size)
         except BlockingIOError:
             return
         if not data:
             raise TransferFailed(f"node {self._target.node} ended the connection", peer=self._target.node)
         self._moved = time.monotonic()
         data = self._answers + data
-        whole = len(data) - len(data) % tcp_wire.ANSWER.size
+        whole = len(data) - len(data) % size
         self._answers = data[whole:]
-        for (number,) in tcp_wire.ANSWER.iter_unpack(data[:whole]):
+        for at in range(0, whole, size):
+            answer = data[at : at + size]
+            if self._hears is not None:
+                answer = self._hears.open(answer, tcp_streams.ANSWER)
+            (number,) = tcp_wire.ANSWER.unpack(answer)
             if not self._posted or self._posted[0].number != number:
                 raise InvalidRequest(f"node {self._target.node} answered push {number}, which is not its turn")
             self._posted.popleft().future.set_result(None)

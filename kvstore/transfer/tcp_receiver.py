@@ -22,6 +22,7 @@ from moonpool.core.errors import Bug, ConfigError
 from moonpool.core.landing import Region
 from moonpool.core.membership import Member
 from moonpool.kvstore.claims import Life
+from moonpool.kvstore.sealing.keys import KvKey
 from moonpool.kvstore.transfer import tcp_wire
 from moonpool.kvstore.transfer.carrier import Endpoint, OnNotices
 from moonpool.kvstore.transfer.pieces import Extents, region_sizes
@@ -36,12 +37,13 @@ log = structlog.get_logger(__name__)
 
 
 class TcpReceiver:
-    """See ``carrier.Receiver``. Binds a free port of the member's own host."""
+    """See ``carrier.Receiver``. Binds a free port of the member's own host. With a ``key``, only its holders can push."""
 
     carrier = "tcp"
 
-    def __init__(self, member: Member, on_notices: OnNotices, *, hello_s: float = HELLO_S) -> None:
+    def __init__(self, member: Member, on_notices: OnNotices, *, hello_s: float = HELLO_S, key: KvKey | None = None) -> None:
         self._member = member
+        self._key = key
         self._on_notices = on_notices
         self._hello_s = hello_s
         self._host = member.address.rpartition(":")[0].strip("[]") or "127.0.0.1"
@@ -53,7 +55,7 @@ class TcpReceiver:
         self._opened = 0
         self._connections: set[Connection] = set()
         self._strangers: dict[Connection, None] = {}  # those of them without a hello yet, oldest first
-        self._counted = dict.fromkeys(("refused", "malformed", "broken", "cut"), 0)
+        self._counted = dict.fromkeys(("refused", "malformed", "forged", "broken", "cut"), 0)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._listener: socket.socket | None = None
@@ -160,7 +162,7 @@ class TcpReceiver:
     def _enter(self, accepted: socket.socket) -> None:
         """A thread for the connection, unless there are too many; strangers never crowd out those who said hello."""
         assert self._target is not None
-        connection = Connection(accepted, self._target, self._hello_s, self._admit, self._leave)
+        connection = Connection(accepted, self._target, self._hello_s, self._admit, self._leave, self._key)
         with self._lock:
             full = self._closing.is_set() or len(self._connections) >= MAX_CONNECTIONS
             crowded = len(self._strangers) >= MAX_STRANGERS

@@ -13,6 +13,7 @@ from moonpool.core.config import TransferConfig
 from moonpool.core.errors import TransferFailed
 from moonpool.core.membership import Member
 from moonpool.kvstore.claims import Life
+from moonpool.kvstore.sealing.keys import KvKey
 from moonpool.kvstore.transfer.carrier import Endpoint, Pieces
 from moonpool.kvstore.transfer.pieces import memory_extents
 from moonpool.kvstore.transfer.tcp_link import Link
@@ -27,7 +28,16 @@ class TcpSender:
 
     carrier = "tcp"
 
-    def __init__(self, member: Member, config: TransferConfig, *, stall_s: float = 5.0, connect_s: float = CONNECT_S) -> None:
+    def __init__(
+        self,
+        member: Member,
+        config: TransferConfig,
+        *,
+        stall_s: float = 5.0,
+        connect_s: float = CONNECT_S,
+        key: KvKey | None = None,
+    ) -> None:
+        self._key = key
         self._me = Life(member.id, member.incarnation)
         self._source = Source(config.throttle_bytes_per_s)
         self._stall_s = stall_s
@@ -88,7 +98,8 @@ class TcpSender:
             link = self._links.get(target.agent_name)
             if link is None or (anew and link.lost):
                 self._forget_old()
-                link = self._links[target.agent_name] = Link(target, self._me, self._source, self._stall_s, self._connect_s)
+                link = Link(target, self._me, self._source, self._stall_s, self._connect_s, self._key)
+                self._links[target.agent_name] = link
                 link.start()
             return link
 

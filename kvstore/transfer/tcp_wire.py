@@ -4,6 +4,9 @@ A sender opens the connection with a hello, which the receiver answers with a we
 follow: header, table of pieces, the bytes of the pieces in that order, the notice frame. A message marked LAST ends its
 push: the receiver hands the frame over and answers the push's number. Pushes end in the order in which they began.
 All integers are little-endian.
+
+Where KV bytes are encrypted, both ends exchange offers first (``kvstore.sealing.handshake``), and everything after them,
+hello and answers included, goes as sealed records (``tcp_streams``): a hello in two, its fixed part and its name.
 """
 
 from __future__ import annotations
