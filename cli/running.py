@@ -92,9 +92,16 @@ def _gateway_url(registry: str) -> str:
     )
 
 
-def find(name: str | None, config_file: Path | None = None, settings: list[str] | None = None) -> Running:
+def find(
+    name: str | None, config_file: Path | None = None, settings: list[str] | None = None, *, calls: bool = True
+) -> Running:
+    """``calls``: from then on this process shows the operator's certificate, where the cluster has TLS."""
+    from moonpool.cluster.identity.folders import take_operator
     from moonpool.cluster.launch.state import StateDir
 
     config, _ = read_config(config_file, settings, {"cluster.name": name})
     state_dir = StateDir(Path(config.cluster.state_dir))
-    return Running(config, state_dir, state_dir.read())
+    running = Running(config, state_dir, state_dir.read())
+    if calls:
+        take_operator(config, running.local.identity if running.local else "")
+    return running

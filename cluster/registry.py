@@ -11,14 +11,18 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
+from moonpool.cluster.election import NOBODY, Election
+from moonpool.cluster.election import Lead as Leading  # within the service that name is a call
 from moonpool.cluster.roster import Fenced, Roster
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
 from moonpool.core.ids import Incarnation, MemberId
-from moonpool.core.membership import Member, MemberChange
+from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.guard import require_own_name
 
+LEASE = 2  # of leadership, in ``silent_after_ms``
 WATCH_QUEUE = 1024  # a watcher further behind than this is cut off; it comes back and begins with everybody known
 
 
@@ -29,6 +33,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._clock = clock
         self._sweep_s = timing.heartbeat_ms / 1000 / 2
         self.roster = Roster(timing.silent_after_ms / 1000)
+        self._election = Election(LEASE * timing.silent_after_ms / 1000, clock())
         self._watchers: set[asyncio.Queue[MemberChange | None]] = set()
         self._sessions: dict[MemberId, asyncio.Queue[Fenced | None]] = {}  # where to say `fenced`
         self._server: grpc.aio.Server | None = None
@@ -84,6 +89,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         if first is None or not first.HasField("member"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Join: the first message must carry `member`")
             return
+        await require_own_name(context, first.member.id)
         try:
             member = self._join(first)
         except Fenced as e:
@@ -121,6 +127,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
             async for beat in beats:
                 if beat.leaving:
                     self._tell(self.roster.gone(member.id, member.incarnation, "left"))
+                elif beat.HasField("member") and beat.member.id != member.id:
+                    raise Fenced(f"{member.id}: its session spoke for {beat.member.id}")
                 elif beat.HasField("member"):
                     self._join(beat)
                 else:
@@ -149,6 +157,21 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self.report_gone(MemberId(request.member), Incarnation(request.incarnation), request.proof)
         return pb.types.Empty()
 
+    async def Lead(self, request: pb.registry.LeadRequest, context: grpc.aio.ServicerContext) -> pb.registry.LeadReply:
+        said = self._lead(MemberId(request.member), Incarnation(request.incarnation), request.known_term, request.held_term)
+        lease_ms = int(1000 * said.lease_s)
+        return pb.registry.LeadReply(
+            leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms
+        )
+
+    def _lead(self, member: MemberId, incarnation: Incarnation, known: int, held: int) -> Leading:
+        """Only who is live may lead; the terms of everybody known are known."""
+        asker = self.roster.get(member)
+        if asker is None or asker.liveness is not Liveness.LIVE or asker.member.incarnation != incarnation:
+            return NOBODY
+        newest = max(known, *(change.member.term for change in self.roster.snapshot()))
+        return self._election.ask(member, incarnation, newest, held, self._clock())
+
     # changes
 
     def _fence_older(self, member: MemberId, fence: Fenced) -> None:
@@ -158,6 +181,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
+            if change.liveness is Liveness.GONE:
+                self._election.ended(change.member.id, change.member.incarnation)
             for watcher in list(self._watchers):
                 _offer(watcher, change)
 

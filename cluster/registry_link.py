@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 
 import grpc
 
+from moonpool.cluster.election import Lead
 from moonpool.core.config import TimingConfig
-from moonpool.core.errors import LayoutMismatch, NoPath
+from moonpool.core.errors import ConfigError, LayoutMismatch, NoPath
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.channels import dial, dial_blocking
 from moonpool.wire.convert import from_wire, to_wire
+from moonpool.wire.status import why_unreachable
 
 OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
 BACKOFF_S = (0.1, 2.0)
+LEAD_S = 1.0  # to be answered whether this conductor leads
 UNKNOWN_AFTER_S = 5.0  # a registry that came back empty has heard everybody who lives by then
 
 
@@ -47,7 +50,10 @@ class RegistryLink:
         try:
             await asyncio.wait_for(asyncio.shield(welcome), 10.0)
         except TimeoutError as e:
-            raise NoPath(f"registry: no answer from {self._registry} within 10 s; is it running?", retry_after_s=1.0) from e
+            raise NoPath(
+                f"registry: no answer from {self._registry} within 10 s ({self._session.trouble}); is it running?",
+                retry_after_s=1.0,
+            ) from e
 
     def update(self, member: Member) -> None:
         if self._session:
@@ -64,6 +70,16 @@ class RegistryLink:
             await self._stub.ReportGone(message, timeout=2.0)
         except grpc.aio.AioRpcError:
             pass
+
+    async def lead(self, member: Member, known: int, held: int) -> Lead | None:
+        request = pb.registry.LeadRequest(
+            member=member.id, incarnation=member.incarnation, known_term=known, held_term=held
+        )
+        try:
+            said = await self._stub.Lead(request, timeout=LEAD_S)
+        except grpc.aio.AioRpcError:
+            return None
+        return Lead(MemberId(said.leader) or None, Incarnation(said.incarnation), said.term, said.lease_ms / 1000)
 
     async def leave(self) -> None:
         if self._session:
@@ -123,6 +139,7 @@ class _Session:
         self._wake = threading.Condition()
         self._news = True  # ``member`` has not been sent on this stream yet
         self._leaving = False
+        self.trouble = "it says nothing"
         self._thread = threading.Thread(target=self._run, name="membership-beat", daemon=True)
         self._thread.start()
 
@@ -178,6 +195,11 @@ class _Session:
                 if e.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     self._tell(_set_exception, self._welcome, LayoutMismatch(e.details()))
                     return True
+                if e.code() is grpc.StatusCode.PERMISSION_DENIED:
+                    refused = ConfigError(f"security.tls: {self._registry} refused: {e.details()}", param="security.tls")
+                    self._tell(_set_exception, self._welcome, refused)
+                    return True
+                self.trouble = why_unreachable(e.details())
             finally:
                 ended.set()
                 with self._wake:

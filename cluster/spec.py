@@ -12,6 +12,9 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, NodeId, Role, checked_name
 
+SECURITY_FILES = ("tls_dir", "https_cert", "https_key", "api_keys_file")
+ETCD_FILES = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_password_file")
+
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
@@ -81,7 +84,9 @@ class RoleSpec:
 def with_absolute_paths(config: Config, home: Path) -> Config:
     """``config`` with ``state_dir`` and the key files spelled out, so that every process agrees whatever its home is."""
     paths = {"state_dir": str(config.state_dir(home).absolute()), "key_file": str(config.key_file(home).absolute())}
-    security = config.security.model_copy(update={"kv_key_file": str(config.kv_key_file(home).absolute())})
+    named = {name: getattr(config.security, name) for name in SECURITY_FILES + ETCD_FILES}
+    files = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path}
+    security = config.security.model_copy(update={**files, "kv_key_file": str(config.kv_key_file(home).absolute())})
     return config.model_copy(update={"cluster": config.cluster.model_copy(update=paths), "security": security})
 
 

@@ -16,6 +16,7 @@ from moonpool.core.membership import Liveness, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire
+from moonpool.wire.status import why_unreachable
 
 TIMEOUT_S = 3.0
 
@@ -50,7 +51,8 @@ async def members(registry: str) -> list[MemberChange]:
         try:
             known = await pb.registry_rpc.RegistryStub(channel).List(pb.types.Empty(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as e:
-            raise NoPath(f"registry: {registry} does not answer ({e.details()}); is the cluster up?", retry_after_s=1.0) from e
+            why = why_unreachable(e.details()) if e.code() is grpc.StatusCode.UNAVAILABLE else e.details()
+            raise NoPath(f"registry: {registry} does not answer ({why}); is the cluster up?", retry_after_s=1.0) from e
     return sorted((from_wire(m, MemberChange) for m in known.members), key=lambda c: c.member.id)
 
 
@@ -81,8 +83,13 @@ async def _ask(change: MemberChange) -> Answer:
         try:
             stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as e:
-            return Answer(change, trouble=f"{e.code().name}: {e.details()}")
+            return Answer(change, trouble=_trouble(e))
     return Answer(change, dict(stats.numbers), dict(stats.words))
+
+
+def _trouble(error: grpc.aio.AioRpcError) -> str:
+    down = error.code() is grpc.StatusCode.UNAVAILABLE
+    return f"{error.code().name}: {why_unreachable(error.details()) if down else error.details()}"
 
 
 async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dict[str, Any]:

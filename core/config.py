@@ -110,7 +110,15 @@ class SecurityConfig(_Values):
     tls: Literal["off", "auto", "files"] = Field(
         "off", description="mutual TLS on every gRPC channel; auto: `moonpool up` makes the certificates; files: in tls_dir"
     )
-    tls_dir: str = Field("", description="tls = files: folder with ca.pem, cert.pem and key.pem of this process")
+    tls_dir: str = Field(
+        "", description="tls = files: folder with ca.pem, cert.pem and key.pem of this process, or one folder per member id"
+    )
+    allow_plain: bool = Field(False, description="control ports off loopback without tls: on a network you trust wholly")
+    etcd_ca: str = Field("", description="etcds://: PEM file of the CA of etcd's certificates; empty: the system's")
+    etcd_cert: str = Field("", description="etcds://: PEM file of this side's certificate, where etcd asks for one")
+    etcd_key: str = Field("", description="etcds://: PEM file of its private key, mode 0600")
+    etcd_user: str = Field("", description="user name at etcd, where it asks for one")
+    etcd_password_file: str = Field("", description="file with that user's password, mode 0600")
     https_cert: str = Field("", description="PEM file of the gateway's certificate chain; empty: plain HTTP")
     https_key: str = Field("", description="PEM file of its private key, mode 0600")
     api_keys_file: str = Field("", description="TOML file of API keys, tenants, their limits and roles; empty: everybody")

@@ -9,6 +9,8 @@ from enum import StrEnum
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import checked_name
 
+IDENTITY = "MOONPOOL_IDENTITY"  # of the environment: the folder of this process's files; empty or not there: none
+
 _URI = re.compile(r"moonpool://([^/]+)/([^/]+)/([^/]+)\Z")
 _FORM = "moonpool://CLUSTER/PARTY/MEMBER"
 

@@ -24,6 +24,7 @@ from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.frames import MAX_NOTICE_BYTES
+from moonpool.wire.guard import require_own_name
 from moonpool.wire.status import abort, to_error
 
 MAX_FRAMES = 4096
@@ -44,7 +45,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
         self, requests: AsyncIterator[pb.store.SessionMessage], context: Any
     ) -> AsyncIterator[pb.store.StoreMessage]:
         try:
-            session = await self._hello(requests)
+            session = await self._hello(requests, context)
         except MoonpoolError as e:
             await abort(context, e)
         beats = asyncio.create_task(self._beats(requests, session))
@@ -58,7 +59,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             beats.cancel()
             self._node.sessions.end(session, "" if beats.done() else "its stream broke")
 
-    async def _hello(self, requests: AsyncIterator[pb.store.SessionMessage]) -> NodeSession:
+    async def _hello(self, requests: AsyncIterator[pb.store.SessionMessage], context: Any) -> NodeSession:
         try:
             async with asyncio.timeout(HELLO_S):
                 first = await anext(requests)
@@ -66,7 +67,9 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             raise InvalidRequest("session: the first message must be Hello", param="hello") from None
         if first.WhichOneof("kind") != "hello":
             raise InvalidRequest("session: the first message must be Hello", param="hello")
-        return self._node.lives.admit(from_wire(first.hello.member, Member))
+        member = from_wire(first.hello.member, Member)
+        await require_own_name(context, member.id)
+        return self._node.lives.admit(member)
 
     async def _beats(self, requests: AsyncIterator[pb.store.SessionMessage], session: NodeSession) -> None:
         try:

@@ -16,8 +16,9 @@ import grpc.aio
 import structlog
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.principal import IDENTITY
 from moonpool.wire.guard import Guard
-from moonpool.wire.identity import IDENTITY, Identity, current_folder, version
+from moonpool.wire.identity import Identity, current_folder, version
 from moonpool.wire.links import CLIENT, SERVER, SameProtocol
 from moonpool.wire.renewed import RenewedChannel
 

@@ -15,9 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.principal import Principal
+from moonpool.core.principal import IDENTITY, Principal
 
-IDENTITY = "MOONPOOL_IDENTITY"  # of the environment: the folder; empty or not there: channels are plain
 NAMES = (("ca.pem", "cert.pem", "key.pem"), ("ca.crt", "tls.crt", "tls.key"))
 MAX_BYTES = 256 << 10  # of one file
 ATTEMPTS = 3  # files may be replaced between the reading of two of them

@@ -29,7 +29,13 @@ _SIGNS = (
     ("timeout", "no answer in time"),
     ("no route to host", "no route to its host"),
     ("dns resolution failed", "its name does not resolve"),
+    ("wrong_version_number", "it speaks without TLS, this side with it: set security.tls alike at both"),
+    ("hostname verification", "its certificate is not of this cluster: cluster.name or security.tls_dir is another one's"),
+    ("certificate has expired", "its certificate has expired: `moonpool certs renew`, or start the cluster anew"),
+    ("handshake failed", "its certificate is not of this side's CA: security.tls_dir has to hold the cluster's"),
 )
+_HUNG_UP = ("socket closed", "connection reset", "broken pipe")  # by a server that refuses our certificate, or wants one
+_REFUSED = "it closed the connection at once: it wants a certificate of its own CA that has not expired (security.tls)"
 
 
 async def abort(context: Any, error: BaseException) -> NoReturn:
@@ -66,6 +72,8 @@ def error_of(call: Any, who: str) -> MoonpoolError:
 def why_unreachable(details: str | None) -> str:
     """In a user's words: gRPC's own name addresses, file descriptors and its inner workings."""
     text = (details or "").lower()
+    if "failed to connect" in text and any(sign in text for sign in _HUNG_UP):
+        return _REFUSED
     return next((words for sign, words in _SIGNS if sign in text), "its connection is gone")
 
 

@@ -53,6 +53,8 @@ class ClusterState:
     registry: str
     phase: str = "starting"
     url: str = ""
+    identity: str = ""  # folder of the operator's certificate, where the cluster has TLS
+    trust: str = ""  # PEM file that a client of ``url`` trusts, where it is HTTPS
 
 
 class StateDir:

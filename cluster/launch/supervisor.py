@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from moonpool.cluster.etcd.address import registry_of
+from moonpool.cluster.identity.exposure import require_unexposed
+from moonpool.cluster.identity.folders import LAUNCHER, OPERATOR, folder_of, take
+from moonpool.cluster.identity.https import trusting
+from moonpool.cluster.identity.keeper import Keeper
 from moonpool.cluster.launch.death_watch import DeathWatch
 from moonpool.cluster.launch.plan import plan, with_shared_pool
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
@@ -26,6 +32,7 @@ from moonpool.core.config import Config, StoreConfig
 from moonpool.core.errors import ConfigError, NoPath
 from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member
+from moonpool.core.principal import Party
 from moonpool.kvstore.regions import DEFAULT_DIRECTORY, free_memory, reclaim
 
 STAGE_S = 600.0  # a process that neither joined nor ended by then is stuck
@@ -56,30 +63,42 @@ class Supervisor:
         self._registry: Registry | None = None
         self._peers: Membership | None = None
         self._deaths: DeathWatch | None = None
+        self._certificates = Keeper(config, say)
         self._starting = True
         self.url = ""
 
     async def start(self, model_dir: Path) -> list[Member]:
         """Everything up and answering; returns the members. The first failure of any process is raised as its one line."""
         began = time.monotonic()
+        for warning in require_unexposed(self._config):
+            self._say(warning)
+        self._certificates.add((Party.LAUNCHER, LAUNCHER), (Party.OPERATOR, OPERATOR))
+        take(self._config, LAUNCHER)
         await self._launcher.open()
         address = await self._open_registry()
-        state = ClusterState(ProcessRecord.of(os.getpid()), self._config.cluster.name, self._config.cluster.launcher, address)
+        cluster, security = self._config.cluster, self._config.security
+        state = ClusterState(
+            ProcessRecord.of(os.getpid()),
+            cluster.name,
+            cluster.launcher,
+            address,
+            identity=str(folder_of(self._config, OPERATOR) or ""),
+            trust=security.https_cert,
+        )
         self._state.write(state)
         peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why, replaced: None)
         self._deaths = DeathWatch(peers, [NodeId(node.name) for node in self._config.cluster.nodes])
         config = with_shared_pool(self._config, memory=free_memory(), space=_space(region_directory(self._config.store)))
         for stage in plan(config, registry=address, model_dir=model_dir):
             self._say(f"starting {', '.join(spec.member for spec in stage)}")
+            self._certificates.add(*((Party(spec.role.value), spec.member) for spec in stage))
             for spec in stage:
                 await self._launcher.start(spec)
             await self._or_failure(self._stage_live(peers, stage))
         gateway = peers.live(Role.GATEWAY)[0]
         self.url = gateway.details.get("url", f"http://{_reachable(self._config.gateway.host)}:{self._config.gateway.port}")
-        await self._or_failure(_wait_ready(self.url, READY_S))
-        self._state.write(
-            ClusterState(state.supervisor, state.name, state.launcher, state.registry, phase="ready", url=self.url)
-        )
+        await self._or_failure(_wait_ready(self.url, security.https_cert, READY_S))
+        self._state.write(replace(state, phase="ready", url=self.url))
         self._starting = False
         self._say(f"ready after {time.monotonic() - began:.1f} s")
         return [c.member for c in peers.everybody() if c.liveness is Liveness.LIVE]
@@ -93,6 +112,7 @@ class Supervisor:
             await self._peers.leave()
         if self._registry:
             await self._registry.close()
+        await self._certificates.close()
         left = await asyncio.to_thread(self._state.end_leftovers)
         if left:
             self._say(f"ended what was left: {', '.join(left)}")
@@ -173,17 +193,17 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
-async def _wait_ready(url: str, timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while (why := await asyncio.to_thread(_why_not_ready, url)) is not None:
+async def _wait_ready(url: str, trust: str, timeout_s: float) -> None:
+    until, context = time.monotonic() + timeout_s, trusting(trust, names=False) if trust else None
+    while (why := await asyncio.to_thread(_why_not_ready, url, context)) is not None:
         if time.monotonic() > until:
             raise NoPath(f"gateway: {url}/ready is not ready after {timeout_s:.0f} s ({why})", retry_after_s=1.0)
         await asyncio.sleep(0.1)
 
 
-def _why_not_ready(url: str) -> str | None:
+def _why_not_ready(url: str, context: ssl.SSLContext | None) -> str | None:
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2.0) as answer:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2.0, context=context) as answer:
             return None if answer.status == 200 else f"HTTP {answer.status}"
     except urllib.error.HTTPError as e:
         return f"HTTP {e.code}: {e.read(300).decode(errors='replace')}"
