@@ -252,6 +252,22 @@ def crash(
         raise typer.Exit(1)
 
 
+@bench.command("cancels")
+def cancels(
+    count: Annotated[int | None, typer.Option("--count", help="Cancellations, over all windows.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of requests, instants and pauses.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Random cancellations in every window of a request's life: nothing may stay held, no other answer may change."""
+    from moonpool.bench.cancels.run import CancelsOptions
+    from moonpool.bench.cancels.run import cancels as measure
+
+    figures = measure(CancelsOptions(**_chosen({"count": count, "seed": seed})))
+    _print(figures, as_json)
+    if figures["faults"]:
+        raise typer.Exit(1)
+
+
 def _pairs(settings: list[str] | None) -> dict[str, str]:
     """``--set`` of a bench, for the cluster that it starts; that cluster says what is wrong with them."""
     return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
