@@ -297,10 +297,9 @@ class Batcher:
         if not self._limits.reuse:
             return []
         whole = sequence.whole_blocks(self._limits.block_tokens)
-        use = sequence.attempt.request.use
         done: list[CompletedBlock] = []
         for i in range(sequence.published, whole):
-            block = CompletedBlock(sequence.keys[i], sequence.keys[i - 1] if i else None, sequence.pages[i], use)
+            block = sequence.block(i)
             self._pages.publish(block.page, block.key, block.parent)
             self._pages.retain([block.page])
             done.append(block)

@@ -26,6 +26,7 @@ class CompletedBlock:
     parent: bytes | None
     page: int
     use: Use = field(default_factory=Use)
+    of: Sequence | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +68,11 @@ class Sequence:
     def left(self) -> int:
         """Tokens without KV; 1 for a sequence that decodes."""
         return len(self.tokens) - self.computed
+
+    def block(self, index: int) -> CompletedBlock:
+        """Block ``index``, one of those that are ``published``."""
+        parent = self.keys[index - 1] if index else None
+        return CompletedBlock(self.keys[index], parent, self.pages[index], self.attempt.request.use, self)
 
     def whole_blocks(self, block_tokens: int) -> int:
         """Blocks whose KV is complete; their keys are made known."""

@@ -314,6 +314,8 @@ class DecodeWorker:
             "steps_count": self._steps.steps,
             "preemptions_count": batcher.preemptions,
             "blocks_published_count": publisher.stored,
+            "blocks_mended_count": publisher.mended,
+            "blocks_behind_most": publisher.most_behind,
             "blocks_not_published_count": publisher.given_up,
             **{f"{name}_count": self._counts[name] for name in COUNTED},
         }
