@@ -12,6 +12,7 @@ MAX_PROMPTS = 4_096  # of one request; timing.queue_limit may allow less
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1_000
 MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 _UINT32 = (1 << 32) - 1
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class SamplingBody(_Body):
     return_token_ids: bool = Field(
         False, description="sampled ids beside the text, as token_ids; prompt_token_ids if not streamed"
     )
+    cache_salt: str = Field("", min_length=1, max_length=MAX_SALT_CHARS, description="KV is shared with equal ones only")
     stream: bool = False
     stream_options: StreamOptions | None = None
 

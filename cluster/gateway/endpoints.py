@@ -20,15 +20,20 @@ from moonpool.cluster.gateway.generation import Generation
 from moonpool.cluster.gateway.http import EventStream, error_response, json_response, read_body, unless_left
 from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
-from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape
+from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape, Usage
+from moonpool.cluster.gateway.tenants.gate import Gate, Ticket
+from moonpool.cluster.gateway.tenants.guard import caller_of, hear_out
+from moonpool.cluster.gateway.tenants.usage import TenantUsage
 from moonpool.cluster.gateway.tokenizer import TokenTable
 from moonpool.core.config import Config
-from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, Overloaded, Reason
+from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, RateLimited, Reason
 from moonpool.core.lifetime import Instant, Lifetime, Lives
 
 ID_HEADER = "x-moonpool-request-id"
 CLIENT_ID_HEADER = "x-request-id"
 _MAX_CLIENT_ID = 512
+_FEWEST_TOKENS = 1 / 8  # per byte of a body: whoever has not so many left is refused before it is tokenised
+_UNSTATED_TOKENS = 256  # reserved for an answer whose length the client did not limit
 _CUT = (Reason.CANCELLED.value, Reason.DEADLINE.value)  # outcomes of requests that might have gone on
 _log = structlog.get_logger()
 
@@ -39,6 +44,7 @@ class Visit:
 
     id: str
     endpoint: str
+    ticket: Ticket
     headers: dict[str, str] = field(default_factory=dict)
     lifetime: Lifetime = field(default_factory=Lifetime)
     outcome: str = Reason.CANCELLED.value
@@ -48,8 +54,12 @@ class Visit:
 
 
 class Endpoints:
-    def __init__(self, config: Config, intake: Intake, tokens: TokenTable, metrics: Metrics) -> None:
+    def __init__(
+        self, config: Config, intake: Intake, tokens: TokenTable, metrics: Metrics, gate: Gate, usage: TenantUsage
+    ) -> None:
         self._config = config
+        self._gate = gate
+        self._usage = usage
         self._intake = intake
         self._tokens = tokens
         self._metrics = metrics
@@ -75,7 +85,7 @@ class Endpoints:
             return self._failed(visit, Bug(f"gateway: {type(e).__name__}; see request {visit.id} in the gateway's log"))
 
     def _arrive(self, request: Request, endpoint: str) -> Visit:
-        visit = Visit(f"req-{secrets.token_hex(12)}", endpoint)
+        visit = Visit(f"req-{secrets.token_hex(12)}", endpoint, self._gate.ticket(caller_of(request)))
         visit.lifetime.stamp(Instant.ARRIVED, self._now())
         theirs = request.headers.get(CLIENT_ID_HEADER, visit.id)
         visit.headers[ID_HEADER] = visit.id
@@ -87,12 +97,18 @@ class Endpoints:
 
     async def _answer(self, request: Request, visit: Visit, parse: Callable[[bytes], SamplingBody]) -> Response:
         config = self._config
+        await self._enter(request, visit)
         raw = await read_body(request, config.gateway.max_body_bytes, config.timing.request_budget_ms / 1000)
         body = parse(raw)
         self._intake.check_model(body.model)
+        visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))
         self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1)
-        making = self._intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime)
-        visit.generation = await unless_left(request, making)
+        caller = visit.ticket.caller
+        making = self._intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime, caller)
+        generation = await unless_left(request, making)
+        visit.ticket.reserve(_wanted(generation, body))
+        visit.headers.update(visit.ticket.headers())
+        visit.generation = generation
         shape = self._shape(visit, visit.generation, body)
         if body.stream:
             return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
@@ -111,6 +127,14 @@ class Endpoints:
         await unless_left(request, stream.begin())
         return EventStream(stream.events(), headers=visit.headers, done=lambda: self._leave(visit))
 
+    async def _enter(self, request: Request, visit: Visit) -> None:
+        """RateLimited before the body is read, let alone tokenised."""
+        try:
+            visit.ticket.begin()
+        except RateLimited:
+            await hear_out(request.receive)
+            raise
+
     def _admit(self, visit: Visit, choices: int) -> None:
         """Count ``choices`` as in flight until the visit leaves."""
         limit = self._config.timing.queue_limit
@@ -118,11 +142,7 @@ class Endpoints:
             raise InvalidRequest(f"prompt: {choices} prompts in one request; give at most {limit}", param="prompt")
         if self.leaving:
             raise NoPath("gateway: leaving; ask another one, or try again", retry_after_s=RETRY_AFTER_S)
-        if self.in_flight + choices > limit:
-            raise Overloaded(
-                f"gateway: {self.in_flight} of {limit} requests in flight (timing.queue_limit); try again later",
-                retry_after_s=1.0,
-            )
+        self._gate.take_places(visit.ticket.caller, choices, limit)
         visit.held = choices
         self.in_flight += choices
         self._metrics.in_flight.set(self.in_flight)
@@ -134,7 +154,7 @@ class Endpoints:
         visit.lifetime.stamp(Instant.REFUSED, self._now())
         self._leave(visit)
         response = error_response(error)
-        response.headers.update(visit.headers)
+        response.headers.update(visit.headers | visit.ticket.headers())
         return response
 
     def _leave(self, visit: Visit) -> None:
@@ -146,6 +166,8 @@ class Endpoints:
         if not self._visits:
             self._empty.set()
         self.in_flight -= visit.held
+        self._gate.leave_places(visit.ticket.caller, visit.held)
+        self._settle(visit)
         self._metrics.in_flight.set(self.in_flight)
         self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
         if visit.generation is None:
@@ -156,6 +178,15 @@ class Endpoints:
             self._metrics.count(run.usage, run.ledger.number)
             if visit.outcome == "ok":
                 self._metrics.finished(run.lifetime, run.choice.tokens)
+
+    def _settle(self, visit: Visit) -> None:
+        """A prompt counts once something came of it."""
+        runs = visit.generation.runs if visit.generation is not None else ()
+        parts = [run.usage for run in runs if run.usage.completion]
+        taken = Usage(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
+        visit.ticket.end(taken.prompt + taken.completion)
+        if self._gate.tenants:
+            self._usage.count(visit.ticket.caller.tenant, visit.outcome, taken)
 
     def _remember(self, visit: Visit, request: str, attempt: int, lifetime: Lifetime) -> None:
         """``attempt`` is the last one; 0: none was begun."""
@@ -200,3 +231,10 @@ class Endpoints:
         for visit in self._visits.values():
             if visit.generation is not None:
                 visit.generation.end(error)
+
+
+def _wanted(generation: Generation, body: SamplingBody) -> int:
+    """Tokens to reserve: the prompts', and as many as the client allows each answer."""
+    answer = _UNSTATED_TOKENS if body.wanted_tokens is None else body.wanted_tokens
+    requests = [run.ledger.request for run in generation.runs]
+    return sum(len(one.prompt) + min(one.sampling.max_tokens, answer) for one in requests)

@@ -18,6 +18,7 @@ from moonpool.cluster.gateway.ledger import Ledger
 from moonpool.cluster.gateway.limits import output_tokens
 from moonpool.cluster.gateway.prompts import Prompt, Prompts
 from moonpool.cluster.gateway.roster import Roster
+from moonpool.cluster.gateway.tenants.caller import MOST_URGENT, Caller
 from moonpool.core.config import Config
 from moonpool.core.errors import InvalidRequest, NoPath, UnknownModel
 from moonpool.core.ids import RequestId
@@ -28,6 +29,9 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat ma
 TTFT_HEADER = "x-ttft-target-ms"
 TBT_HEADER = "x-tbt-target-ms"
 DEADLINE_HEADER = "x-deadline-ms"
+PRIORITY_HEADER = "x-moonpool-priority"
+KIND_HEADER = "x-moonpool-kind"
+MAX_KIND_CHARS = 64
 
 
 class Intake:
@@ -47,14 +51,15 @@ class Intake:
             raise UnknownModel(f"model: {model[:100]!r} is not served here; use {served!r}", param="model")
 
     async def generation(
-        self, id: str, body: SamplingBody, size: int, headers: Mapping[str, str], lifetime: Lifetime
+        self, id: str, body: SamplingBody, size: int, headers: Mapping[str, str], lifetime: Lifetime, caller: Caller
     ) -> Generation:
         """The runs of one HTTP request, not yet started.
 
         ``id`` names it, several choices get numbered names; ``size`` is its body's, in bytes.
         """
         targets, budget_ms = self._targets(headers), self._budget_ms(headers)
-        named = self._roster.hasher()
+        priority, kind = _priority(headers, caller), _kind(headers)
+        named = self._roster.hasher(caller, body.cache_salt)
         prompts = await self._prompts.of(body, size, named[0] if named else None)
         lifetime.stamp(Instant.TOKENISED, self._now())
         params = [self._sampling(body, self._output_tokens(body, prompt)) for prompt in prompts]
@@ -64,7 +69,19 @@ class Intake:
         runs = []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
-            request = Request(name, prompt.ids, sampling, named[1], prompt.keys, targets, turn=body.turn)
+            request = Request(
+                name,
+                prompt.ids,
+                sampling,
+                named[1],
+                prompt.keys,
+                targets,
+                caller.tenant,
+                body.turn,
+                kind,
+                priority,
+                caller.weight,
+            )
             runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
         return Generation(runs, self._now)
 
@@ -147,3 +164,24 @@ def _target(headers: Mapping[str, str], name: str, default: float) -> float | No
     if not (0 <= value < math.inf):
         raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for no target", param=name)
     return value or None
+
+
+def _priority(headers: Mapping[str, str], caller: Caller) -> int:
+    """What the request claims, as far as its key allows; 0, or less where the key says so, if it claims nothing."""
+    raw = headers.get(PRIORITY_HEADER, "0")
+    try:
+        return max(-MOST_URGENT, min(int(raw), caller.priority))
+    except ValueError:
+        raise InvalidRequest(
+            f"{PRIORITY_HEADER}: {raw[:40]!r} is not a whole number; give one up to {caller.priority}", param=PRIORITY_HEADER
+        ) from None
+
+
+def _kind(headers: Mapping[str, str]) -> str:
+    raw = headers.get(KIND_HEADER, "")
+    if len(raw) > MAX_KIND_CHARS or not (raw.isascii() and raw.isprintable()):
+        raise InvalidRequest(
+            f"{KIND_HEADER}: {raw[:40]!r} names no kind of traffic; use up to {MAX_KIND_CHARS} printable ASCII characters",
+            param=KIND_HEADER,
+        )
+    return raw

@@ -125,7 +125,10 @@ class Ledger:
             targets=request.targets if self.number == 1 else Targets(),
             tenant=request.tenant,
             exclude=tuple(dict.fromkeys(e.peer for e in self._excluded if self._same_life(e))),
+            priority=request.priority,
             turn=request.turn,
+            kind=request.kind,
+            weight=request.weight,
         )
 
     def _same_life(self, e: _Excluded) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moonpool.cluster.gateway.limits import Limits
+from moonpool.cluster.gateway.tenants.caller import ANYBODY, Caller
 from moonpool.core.blocks import BlockHasher, namespace
 from moonpool.core.ids import Incarnation, MemberId, Role
-from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Member, Peers
 
 
@@ -16,7 +16,6 @@ class Roster:
         self._peers = peers
         self._hash_key = hash_key
         self._max_context = max_context
-        self._named: tuple[KVLayout, bytes] | None = None
 
     def life_of(self, member: MemberId) -> Incarnation | None:
         change = self._peers.get(member)
@@ -46,14 +45,14 @@ class Roster:
         context = min([self._max_context, *(b for b in bounds if b)])
         return Limits(context=context, prompt=max((m.max_prompt for m in prefill), default=0) or context)
 
-    def hasher(self) -> tuple[BlockHasher, bytes] | None:
-        """Hasher and namespace of the workers' layout; None while no worker is known."""
+    def hasher(self, caller: Caller = ANYBODY, cache_salt: str = "") -> tuple[BlockHasher, bytes] | None:
+        """Hasher and namespace of the workers' layout, which ``caller`` shares with its tenant or region only; None while no
+        worker is known."""
         layouts = [m.layout for m in self._ready(Role.DECODE, Role.BOTH, Role.PREFILL) if m.layout is not None]
         if not layouts:
             return None
-        if self._named is None or self._named[0] != layouts[0]:
-            self._named = layouts[0], namespace(layouts[0])
-        return BlockHasher(self._hash_key, self._named[1], layouts[0].block_tokens), self._named[1]
+        named = namespace(layouts[0], tenant_salt=caller.salt(self._hash_key, cache_salt))
+        return BlockHasher(self._hash_key, named, layouts[0].block_tokens), named
 
     def hasher_of(self, namespace: bytes) -> BlockHasher | None:
         """Names blocks under ``namespace``, one that was made for the workers' layout; None while no worker is known."""

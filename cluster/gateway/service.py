@@ -21,8 +21,14 @@ from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.prompts import Prompts
 from moonpool.cluster.gateway.roster import Roster
+from moonpool.cluster.gateway.tenants.file import FollowedKeys
+from moonpool.cluster.gateway.tenants.gate import Gate
+from moonpool.cluster.gateway.tenants.guard import Guard
+from moonpool.cluster.gateway.tenants.usage import TenantUsage
+from moonpool.cluster.identity.https import Https, https_of
 from moonpool.core.config import Config, GatewayConfig
 from moonpool.core.errors import ConfigError, NoPath
+from moonpool.core.ids import Role
 from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Peers, WorkerReport
 
@@ -60,6 +66,7 @@ class Gateway:
         conductors: Conductors,
         streams: DecodeStreams,
         prompts: Prompts,
+        https: Https | None,
     ) -> None:
         self._config = config
         self._server = server
@@ -67,14 +74,17 @@ class Gateway:
         self._conductors = conductors
         self._streams = streams
         self._prompts = prompts
-        self.url = f"http://{_reachable(config)}:{listener.getsockname()[1]}"
+        self._https = https
+        self.url = f"{'https' if https else 'http'}://{_reachable(config)}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
 
     @classmethod
     async def start(cls, config: Config, member: Member, peers: Peers, hash_key: bytes, model_dir: Path) -> Gateway:
         """Serving when it returns. ConfigError: the port is taken, or the model directory lacks what a gateway needs."""
+        gate = _gate(config, peers)
         listener = _listen(config.gateway)
         try:
+            https = https_of(config.security)
             facts = read_facts(model_dir, max_context=config.model.max_context)
             prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size)
         except BaseException:
@@ -83,10 +93,10 @@ class Gateway:
         conductors, streams = Conductors(peers, config.timing), DecodeStreams(peers)
         roster, metrics = Roster(peers, hash_key, facts.max_context), Metrics()
         intake = Intake(config, prompts, roster, conductors, streams)
-        endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics)
+        endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics, gate, TenantUsage(metrics.registry))
         app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.text)
         settings = uvicorn.Config(
-            Goodbye(app, lambda: endpoints.leaving),
+            Goodbye(Guard(app, gate), lambda: endpoints.leaving),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -95,8 +105,9 @@ class Gateway:
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_WORDS_S,
+            ssl_context_factory=(lambda *_: https.context) if https else None,
         )
-        gateway = cls(config, _Server(settings), listener, endpoints, conductors, streams, prompts)
+        gateway = cls(config, _Server(settings), listener, endpoints, conductors, streams, prompts, https)
         await gateway._server.listening.wait()
         return gateway
 
@@ -145,6 +156,14 @@ class Gateway:
         await self._streams.close()
         await self._conductors.close()
         self._prompts.close()
+        if self._https:
+            await self._https.close()
+
+
+def _gate(config: Config, peers: Peers) -> Gate:
+    """ConfigError where there is a file of keys and it is not good."""
+    file = config.security.api_keys_file
+    return Gate(FollowedKeys(Path(file)) if file else None, lambda: len(peers.live(Role.GATEWAY)))
 
 
 def _reachable(config: Config) -> str:

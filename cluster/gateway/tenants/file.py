@@ -1,0 +1,115 @@
+"""The file of API keys: read, checked, written whole or not at all, and followed while the gateway runs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from moonpool.cluster.gateway.tenants.book import (
+    ID_CHARS,
+    SALT_BYTES,
+    SECRET_BYTES,
+    ApiKey,
+    Book,
+    Keys,
+    digest,
+    new_token,
+    to_toml,
+)
+from moonpool.cluster.gateway.tenants.book import parse as parse_book
+from moonpool.core.errors import ConfigError
+
+MAX_FILE_BYTES = 8 << 20
+LOOK_S = 1.0  # between two looks at whether it has changed
+_OTHERS_MAY_NOT = stat.S_IWGRP | stat.S_IRWXO
+_FIELD = "security.api_keys_file"
+_log = structlog.get_logger()
+
+Mark = tuple[int, int, int]
+
+
+def read_book(path: Path) -> Book:
+    """ConfigError: not readable, open to others, too large, or not a book."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[Book, Mark]:
+    try:
+        with path.open("rb") as f:
+            status = os.fstat(f.fileno())
+            if status.st_mode & _OTHERS_MAY_NOT:
+                mode = stat.S_IMODE(status.st_mode)
+                raise ConfigError(f"{_FIELD}: {path} has mode {mode:04o}, open to others; run chmod 600 on it", param=_FIELD)
+            raw = f.read(MAX_FILE_BYTES + 1)
+    except OSError as e:
+        raise ConfigError(f"{_FIELD}: cannot read {path}: {e.strerror}; make one by `moonpool keys add`", param=_FIELD) from e
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"{_FIELD}: {path} is larger than {MAX_FILE_BYTES} bytes; is it a file of keys?", param=_FIELD)
+    return parse_book(raw.decode(errors="replace"), str(path)), _mark(status)
+
+
+def _mark(status: os.stat_result) -> Mark:
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def write_book(path: Path, book: Book) -> None:
+    """Mode 0600, by renaming: a reader sees the old file or the new one. ConfigError where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+        try:
+            with os.fdopen(fd, "w") as f:
+                f.write(to_toml(book))
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(fresh, path)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+    except OSError as e:
+        raise ConfigError(f"{_FIELD}: cannot write {path}: {e.strerror}", param=_FIELD) from e
+
+
+def mint(key: Callable[[str, str, str], ApiKey]) -> tuple[ApiKey, str]:
+    """A new key by ``key(id, salt, hash)``, and what its holder is told, once."""
+    id, salt = os.urandom(ID_CHARS // 2), os.urandom(SALT_BYTES)
+    token = new_token(id, os.urandom(SECRET_BYTES))
+    return key(id.hex(), salt.hex(), digest(token, salt)), token
+
+
+class FollowedKeys:
+    """The keys in ``path``, read again once it has changed. A change that cannot be read leaves things as they are."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        book, self._mark = _read(path)
+        self._path = path
+        self._clock = clock
+        self._keys = Keys(book)
+        self._look_at = clock() + LOOK_S
+
+    def __call__(self) -> Keys:
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._look()
+        return self._keys
+
+    def _look(self) -> None:
+        try:
+            mark = _mark(self._path.stat())
+            if mark == self._mark:
+                return
+            self._mark = mark  # one complaint about each change
+            book, self._mark = _read(self._path)
+        except (ConfigError, OSError) as e:
+            if self._mark is not None:
+                _log.warning("api keys not read again", error=str(e))
+            return
+        self._keys = Keys(book)
+        _log.info("api keys read again", keys=len(book.keys), tenants=len(book.tenant_names))
