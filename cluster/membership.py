@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
+from moonpool.cluster.election import Lead
 from moonpool.cluster.etcd.address import is_etcd
 from moonpool.cluster.registry_link import OnFenced, RegistryLink
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import NoPath
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.core.terms import Terms
 
 
 class Link(Protocol):
@@ -32,6 +35,9 @@ class Link(Protocol):
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
         """A death is proved. Best effort."""
+
+    async def lead(self, member: Member, known: int, held: int) -> Lead | None:
+        """Asks whether ``member``, as it joined, leads: as in ``election.Election.ask``. None without an answer. Bounded."""
 
     async def leave(self) -> None:
         """Ends session and watch. Bounded."""
@@ -51,7 +57,10 @@ class Membership:
         self._view: dict[MemberId, MemberChange] = {}
         self._subscribers: list[Callable[[MemberChange], None]] = []
         self._changed = asyncio.Event()
-        self._link = _link(registry, timing, self._apply, on_fenced)
+        self._on_fenced = on_fenced
+        self._own: Member | None = None  # as it joined, and was updated
+        self.terms = Terms()
+        self._link = _link(registry, timing, self._apply, self._fenced)
 
     # Peers
 
@@ -93,11 +102,31 @@ class Membership:
 
     async def join(self, member: Member) -> None:
         """Opens the session; returns once welcome. LayoutMismatch as the registry says it; NoPath after 10 s without it."""
-        await self._link.join(member)
+        self._own = replace(member, term=0)
+        await self._link.join(self._own)
 
     def update(self, member: Member) -> None:
         """New words about this life (``ready``, details); sent with the next beat, at once."""
-        self._link.update(member)
+        if self._own is not None:
+            self._own = replace(member, term=self._own.term)
+            self._link.update(self._own)
+
+    # leadership, of conductors
+
+    @property
+    def life(self) -> Incarnation | None:
+        """Of this process, as it joined; None before, and once it is fenced."""
+        return self._own.incarnation if self._own is not None else None
+
+    async def lead(self, held: int) -> Lead | None:
+        """Asks whether this life leads, which holds the lease of term ``held`` still (0: none). None without an answer."""
+        return await self._link.lead(self._own, self.terms.newest, held) if self._own is not None else None
+
+    def say_term(self, term: int) -> None:
+        """Everybody hears of it. 0: this life does not lead any more."""
+        if self._own is not None and self._own.term != term:
+            self._own = replace(self._own, term=term)
+            self._link.update(self._own)
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
         """A host's agent proves a death. Best effort: without a registry nobody is asking."""
@@ -110,7 +139,12 @@ class Membership:
     def numbers(self) -> dict[str, float]:
         return self._link.numbers()
 
+    def _fenced(self, why: str, replaced: bool) -> None:
+        self._own = None
+        self._on_fenced(why, replaced)
+
     def _apply(self, change: MemberChange) -> None:
+        self.terms.heard(change.member.term)
         known = self._view.get(change.member.id)
         if known == change or (known and known.member.incarnation > change.member.incarnation):
             return

@@ -160,9 +160,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
     async def Lead(self, request: pb.registry.LeadRequest, context: grpc.aio.ServicerContext) -> pb.registry.LeadReply:
         said = self._lead(MemberId(request.member), Incarnation(request.incarnation), request.known_term, request.held_term)
         lease_ms = int(1000 * said.lease_s)
-        return pb.registry.LeadReply(
-            leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms
-        )
+        return pb.registry.LeadReply(leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms)
 
     def _lead(self, member: MemberId, incarnation: Incarnation, known: int, held: int) -> Leading:
         """Only who is live may lead; the terms of everybody known are known."""

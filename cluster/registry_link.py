@@ -72,9 +72,7 @@ class RegistryLink:
             pass
 
     async def lead(self, member: Member, known: int, held: int) -> Lead | None:
-        request = pb.registry.LeadRequest(
-            member=member.id, incarnation=member.incarnation, known_term=known, held_term=held
-        )
+        request = pb.registry.LeadRequest(member=member.id, incarnation=member.incarnation, known_term=known, held_term=held)
         try:
             said = await self._stub.Lead(request, timeout=LEAD_S)
         except grpc.aio.AioRpcError:

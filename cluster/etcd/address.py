@@ -2,6 +2,8 @@
 
 PREFIX/CLUSTER/lives/MEMBER   the newest life of a name, its liveness and the proof: the truth, changed by comparing
 PREFIX/CLUSTER/beats/MEMBER   there as long as that life's lease is renewed
+PREFIX/CLUSTER/leader         the leading conductor, there as long as its lease is renewed
+PREFIX/CLUSTER/term           the newest term of leadership
 """
 
 from __future__ import annotations
@@ -59,6 +61,14 @@ class EtcdAddress:
     @property
     def beats(self) -> bytes:
         return f"{self.prefix}/beats/".encode()
+
+    @property
+    def leader(self) -> bytes:
+        return f"{self.prefix}/leader".encode()
+
+    @property
+    def term(self) -> bytes:
+        return f"{self.prefix}/term".encode()
 
     def life(self, member: MemberId) -> bytes:
         return self.lives + member.encode()

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+from moonpool.cluster.election import Lead
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.book import Book
 from moonpool.cluster.etcd.client import Away, Etcd, LeaseLost
@@ -43,6 +44,7 @@ class Core:
         self._reports: dict[tuple[MemberId, Incarnation], str] = {}
         self._reported = asyncio.Event()
         self._leaving = asyncio.Event()
+        self._etcd: Etcd | None = None  # while connected
         self.attempts = 0
         self.trouble = "no answer yet"
         self.connected = False
@@ -59,6 +61,15 @@ class Core:
             del self._reports[next(iter(self._reports))]
         self._reports[member, incarnation] = proof
         self._reported.set()
+
+    async def lead(self, known: int) -> Lead | None:
+        """Whether this process leads, as in ``membership.Link``."""
+        if self._etcd is None:
+            return None
+        try:
+            return await self._registration.lead(self._etcd, known)
+        except (Away, LeaseLost):
+            return None
 
     def leave(self) -> None:
         self._leaving.set()
@@ -99,14 +110,14 @@ class Core:
         except* Exception as e:  # noqa: BLE001  a bug here must not end the membership of a process that serves
             asyncio.get_running_loop().call_exception_handler({"message": "membership: connection ended", "exception": e})
         finally:
-            self.connected = False
+            self.connected, self._etcd = False, None
             self._trust.lost()
             etcd.close()
 
     async def _connected(self, etcd: Etcd) -> None:
         async with asyncio.TaskGroup() as tasks:
             revision = await self._watch.begin(etcd)
-            self.connected = True
+            self.connected, self._etcd = True, etcd
             tasks.create_task(self._watch.follow(etcd, revision), name="etcd-follow")
             tasks.create_task(self._watch.reread(etcd), name="etcd-reread")
             tasks.create_task(self._watch.judge(etcd), name="etcd-judge")

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from moonpool.cluster.election import Lead
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.core import LEAVE_S, Core
 from moonpool.cluster.etcd.registration import OnFenced
@@ -52,6 +53,13 @@ class EtcdLink:
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
         self._call(self._core.report_gone, member, incarnation, proof)
+
+    async def lead(self, member: Member, known: int, held: int) -> Lead | None:
+        try:
+            asking = asyncio.run_coroutine_threadsafe(self._core.lead(known), self._loop)
+        except RuntimeError:  # that loop is closed: it has left
+            return None
+        return await asyncio.wrap_future(asking)
 
     async def leave(self) -> None:
         self._call(self._core.leave)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from moonpool.cluster.election import NOBODY, Lead
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.book import Book, Item
 from moonpool.cluster.etcd.client import Away, Etcd, LeaseLost, Put
 from moonpool.cluster.etcd.records import decode, encode, name_in, over
+from moonpool.cluster.etcd.standing import Bid, stand
 from moonpool.cluster.roster import Fenced, require_agreement
 from moonpool.core.errors import InvalidRequest, LayoutMismatch
 from moonpool.core.ids import MemberId
@@ -58,6 +61,21 @@ class Registration:
     def presumed_silent(self) -> bool:
         """The local deadline has passed without a renewal: others may count this life as silent by now."""
         return self._member is not None and self._joined and self._clock() > self._renewed + self._ttl_s
+
+    async def lead(self, etcd: Etcd, known: int) -> Lead:
+        """Who leads. This life does where nobody else has the lease: as long as its own lease is renewed."""
+        member, lease, renewed = self._member, self._lease, self._renewed
+        if member is None or lease is None or self._written is None:
+            return NOBODY
+        leader, newest = await etcd.get(self._address.leader), await etcd.get(self._address.term)
+        said = stand(self._address, member, known, leader, newest)
+        if isinstance(said, Bid):
+            puts = [Put(self._address.leader, said.leader, lease), Put(self._address.term, said.newest)]
+            if await etcd.put_if(said.expected, puts) is None:
+                return NOBODY
+            said = Lead(member.id, member.incarnation, said.term, 0.0)
+        own = (said.leader, said.incarnation) == (member.id, member.incarnation)
+        return replace(said, lease_s=max(renewed + self._ttl_s - self._clock(), 0.0) if own else 0.0)
 
     # while a connection lasts
 
