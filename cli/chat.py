@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -65,9 +66,11 @@ def _events(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _open(request: urllib.request.Request) -> Any:
-    """InvalidRequest or NoPath with the server's own words."""
+    """InvalidRequest or NoPath with the server's own words. ``MOONPOOL_API_KEY`` goes along where it is set."""
     from moonpool.core.errors import InvalidRequest, NoPath
 
+    if key := os.environ.get("MOONPOOL_API_KEY"):
+        request.add_unredirected_header("authorization", f"Bearer {key}")
     try:
         return urllib.request.urlopen(request, timeout=120)
     except urllib.error.HTTPError as e:

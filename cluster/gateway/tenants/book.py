@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from moonpool.core.errors import ConfigError, Unauthorised
 from moonpool.core.use import DEFAULT_TENANT
 
+FIELD = "security.api_keys_file"
 PREFIX = "mp_"
 ID_CHARS = 12
 SECRET_BYTES = 32
@@ -143,13 +144,20 @@ def new_token(id: bytes, secret: bytes) -> str:
 def parse(text: str, where: str) -> Book:
     """ConfigError naming the entry that is wrong; no value of a secret field is ever in its text."""
     try:
-        return Book.model_validate(tomllib.loads(text))
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"security.api_keys_file: {where} is not valid TOML: {e}", param="security.api_keys_file") from None
+        raise ConfigError(f"{FIELD}: {where} is not valid TOML: {e}", param=FIELD) from None
+    return checked(values, where)
+
+
+def checked(values: dict[str, Any], where: str) -> Book:
+    """As ``parse``, of the values themselves."""
+    try:
+        return Book.model_validate(values)
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False, include_context=False)[0]
         entry = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"security.api_keys_file: {where}: {entry}: {first['msg']}", param="security.api_keys_file") from None
+        raise ConfigError(f"{FIELD}: {where}: {entry}: {first['msg']}", param=FIELD) from None
 
 
 def to_toml(book: Book) -> str:

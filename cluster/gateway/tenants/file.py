@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from moonpool.cluster.gateway.tenants.book import (
+    FIELD,
     ID_CHARS,
     SALT_BYTES,
     SECRET_BYTES,
-    ApiKey,
     Book,
     Keys,
+    checked,
     digest,
     new_token,
     to_toml,
@@ -28,7 +31,6 @@ from moonpool.core.errors import ConfigError
 MAX_FILE_BYTES = 8 << 20
 LOOK_S = 1.0  # between two looks at whether it has changed
 _OTHERS_MAY_NOT = stat.S_IWGRP | stat.S_IRWXO
-_FIELD = "security.api_keys_file"
 _log = structlog.get_logger()
 
 Mark = tuple[int, int, int]
@@ -45,12 +47,12 @@ def _read(path: Path) -> tuple[Book, Mark]:
             status = os.fstat(f.fileno())
             if status.st_mode & _OTHERS_MAY_NOT:
                 mode = stat.S_IMODE(status.st_mode)
-                raise ConfigError(f"{_FIELD}: {path} has mode {mode:04o}, open to others; run chmod 600 on it", param=_FIELD)
+                raise ConfigError(f"{FIELD}: {path} has mode {mode:04o}, open to others; run chmod 600 on it", param=FIELD)
             raw = f.read(MAX_FILE_BYTES + 1)
     except OSError as e:
-        raise ConfigError(f"{_FIELD}: cannot read {path}: {e.strerror}; make one by `moonpool keys add`", param=_FIELD) from e
+        raise ConfigError(f"{FIELD}: cannot read {path}: {e.strerror}; make one by `moonpool keys add`", param=FIELD) from e
     if len(raw) > MAX_FILE_BYTES:
-        raise ConfigError(f"{_FIELD}: {path} is larger than {MAX_FILE_BYTES} bytes; is it a file of keys?", param=_FIELD)
+        raise ConfigError(f"{FIELD}: {path} is larger than {MAX_FILE_BYTES} bytes; is it a file of keys?", param=FIELD)
     return parse_book(raw.decode(errors="replace"), str(path)), _mark(status)
 
 
@@ -73,14 +75,24 @@ def write_book(path: Path, book: Book) -> None:
             os.unlink(fresh)
             raise
     except OSError as e:
-        raise ConfigError(f"{_FIELD}: cannot write {path}: {e.strerror}", param=_FIELD) from e
+        raise ConfigError(f"{FIELD}: cannot write {path}: {e.strerror}", param=FIELD) from e
 
 
-def mint(key: Callable[[str, str, str], ApiKey]) -> tuple[ApiKey, str]:
-    """A new key by ``key(id, salt, hash)``, and what its holder is told, once."""
+def edit_book(path: Path, change: Callable[[Book], dict[str, Any]]) -> Book:
+    """Write what ``change`` makes of the book in ``path`` (an empty one where there is no file). One editor at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        book = checked(change(read_book(path) if path.exists() else Book()), str(path))
+        write_book(path, book)
+    return book
+
+
+def mint() -> tuple[dict[str, str], str]:
+    """What the book keeps of a new key (id, salt, hash), and what its holder is told, once."""
     id, salt = os.urandom(ID_CHARS // 2), os.urandom(SALT_BYTES)
     token = new_token(id, os.urandom(SECRET_BYTES))
-    return key(id.hex(), salt.hex(), digest(token, salt)), token
+    return {"id": id.hex(), "salt": salt.hex(), "hash": digest(token, salt)}, token
 
 
 class FollowedKeys:
