@@ -15,6 +15,7 @@ from moonpool.cli import (
     doctor,
     down,
     explain,
+    keys,
     load,
     model,
     plan,
@@ -57,6 +58,7 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("simulate")(simulate.simulate)
     app.add_typer(load.trace, name="trace")
     app.add_typer(store.store, name="store")
+    app.add_typer(keys.keys, name="keys")
     app.add_typer(bench.bench, name="bench")
     app.command("doctor")(doctor.doctor)
     app.command("plan")(plan.plan)
