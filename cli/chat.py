@@ -28,7 +28,10 @@ def chat(
     """Ask one question and print the answer while it streams."""
     from moonpool.core.errors import NoPath
 
-    base = (url or find(name, config_file, settings).url).rstrip("/")
+    running = None if url else find(name, config_file, settings)
+    base = (running.url if running else url).rstrip("/")
+    if running and running.local and running.local.trust:
+        _trust(running.local.trust)
     body = {
         "messages": [{"role": "user", "content": question}],
         "model": _first_model(base),
@@ -48,6 +51,13 @@ def chat(
     sys.stdout.write("\n")
     if sys.stderr.isatty():
         say(f"(why it was placed where it was: moonpool explain {answer_id})")
+
+
+def _trust(cert: str) -> None:
+    """The certificate of the gateway that runs here need not be of an authority that everybody knows."""
+    from moonpool.cluster.identity.https import trusting
+
+    urllib.request.install_opener(urllib.request.build_opener(urllib.request.HTTPSHandler(context=trusting(cert))))
 
 
 def _first_model(base: str) -> str:

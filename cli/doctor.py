@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 LEAST_FILES = 4_096
+SOON_S = 7 * 86_400.0
 TRY_UCX = """
 import os
 os.environ.update({name: value for name, value in (("UCX_TLS", "tcp"), ("UCX_LOG_LEVEL", "error")) if name not in os.environ})
@@ -60,6 +61,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _child("ray", "import ray", "run scripts/setup again, or use --launcher process")
     yield _model(config)
     yield _port(config)
+    yield from _security(config)
     if config.cluster.registry:
         yield check_registry(config)
     yield _state(config)
@@ -134,6 +136,32 @@ def _port(config: Config) -> Finding:
     except ConfigError as e:
         return Finding("warn", e.message, "give another --port")
     return Finding("ok", f"port {config.gateway.port} is free")
+
+
+def _security(config: Config) -> Iterator[Finding]:
+    """Certificates that are there, and ports that others reach."""
+    from moonpool.cluster.identity.authority import utc_now
+    from moonpool.cluster.identity.exposure import exposures
+    from moonpool.cluster.identity.folders import FOLDER
+    from moonpool.cluster.identity.told import folders_below, shown
+
+    for exposure in exposures(config):
+        yield Finding("fail" if exposure.refused else "warn", exposure.what, exposure.fix)
+    security = config.security
+    where = Path(security.tls_dir) if security.tls == "files" else Path(config.cluster.state_dir) / FOLDER
+    found = [] if security.tls == "off" else [shown(folder) for folder in folders_below(where)]
+    if security.tls == "files" and not found:
+        yield Finding("fail", f"security.tls_dir: no certificate in {where}", "moonpool certs make")
+    for one in found:
+        left_s = one.says.left_s(utc_now()) if one.says else 0.0
+        if one.says is None:
+            yield Finding("fail", one.trouble, f"make it anew: moonpool certs make --out {one.folder}")
+        elif left_s <= 0:
+            yield Finding("fail", f"{one.says.principal.uri} has expired", f"moonpool certs renew {one.folder}")
+        elif security.tls == "files" and left_s < SOON_S:
+            yield Finding("warn", f"{one.says.principal.uri} expires in {left_s / 86_400:.1f} days", "moonpool certs renew")
+        else:
+            yield Finding("ok", f"{one.says.principal.uri} until {one.says.ends:%Y-%m-%d %H:%M} UTC")
 
 
 def check_registry(config: Config) -> Finding:

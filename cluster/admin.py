@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import grpc
 
+from moonpool.cluster.identity.told import own_certificate
 from moonpool.core.errors import MoonpoolError
 from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Service
@@ -37,7 +38,8 @@ class Admin(pb.admin_rpc.AdminServicer):
     """``service`` is None while the process loads. ``report`` tells the conductors how things stand now.
 
     ``membership``: gauges of this process's side of the registry. ``stop`` and ``restart`` begin its end; ``switch`` (role,
-    seconds to drain) begins a change of role, or raises why it cannot.
+    seconds to drain) begins a change of role, or raises why it cannot; ``check_term`` raises where
+    the term that it is asked in is over.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class Admin(pb.admin_rpc.AdminServicer):
         restart: Callable[[], None],
         membership: Callable[[], dict[str, float]],
         switch: Callable[[str, float], None],
+        check_term: Callable[[int], None] = lambda term: None,
     ) -> None:
         self._member, self._service, self._report = member, service, report
         self._stop, self._restart = stop, restart
-        self._membership, self._switch = membership, switch
+        self._membership, self._switch, self._check_term = membership, switch, check_term
 
     async def Stats(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> pb.admin.AdminStats:
         service = self._service()
@@ -60,6 +63,9 @@ class Admin(pb.admin_rpc.AdminServicer):
         to_wire(self._member(), stats.member)
         stats.numbers.update(process_numbers())
         stats.numbers.update(self._membership())
+        numbers, words = own_certificate()
+        stats.numbers.update(numbers)
+        stats.words.update(words)
         if service is not None:
             stats.numbers.update(service.numbers())
             stats.words.update(service.words())
@@ -89,6 +95,7 @@ class Admin(pb.admin_rpc.AdminServicer):
 
     async def SwitchRole(self, request: pb.admin.SwitchRoleRequest, context: grpc.aio.ServicerContext) -> pb.types.Empty:
         try:
+            self._check_term(request.term)
             self._switch(request.role, request.drain_ms / 1e3)
         except MoonpoolError as e:
             await context.abort(grpc.StatusCode[e.grpc_status], e.message)

@@ -44,6 +44,7 @@ class RoleSpec:
             "UCX_LOG_LEVEL": "error",
             "OMP_NUM_THREADS": str(self.threads),
             "TQDM_DISABLE": "1",
+            "GRPC_VERBOSITY": "NONE",  # it would write a line for every connection that speaks no TLS
         }
         if not Path("/sys/class/infiniband").exists():
             wanted["UCX_MODULES"] = "^ib"  # without a device its verbs module crashes every process at exit
