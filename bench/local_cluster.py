@@ -45,7 +45,7 @@ def local_cluster(
     values = {"cluster.nodes": nodes, **settings}
     options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     up = ["up", "--detach", "--launcher", launcher, "--name", name, "--port", str(port), "--model", str(model_dir)]
-    with _termination_raises(), tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
         place = ["--set", f"cluster.state_dir={folder}"]
         try:
             if _moonpool([*up, *options, *place], _START_S) != 0:
@@ -57,7 +57,7 @@ def local_cluster(
 
 
 @contextmanager
-def _termination_raises() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """SIGTERM ends the block as an exit would, so that a terminated measurement takes its cluster with it. Main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,6 +11,8 @@ import typer
 
 from moonpool.cli import (
     bench,
+    certs,
+    chaos,
     chat,
     config,
     doctor,
@@ -20,6 +23,7 @@ from moonpool.cli import (
     model,
     plan,
     rebalance,
+    restart,
     run_role,
     simulate,
     status,
@@ -54,16 +58,19 @@ def build(choices: _Choices) -> typer.Typer:
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)
     app.command("rebalance")(rebalance.rebalance)
+    app.command("restart")(restart.restart)
     app.command("replay")(load.replay)
     app.command("simulate")(simulate.simulate)
     app.add_typer(load.trace, name="trace")
     app.add_typer(store.store, name="store")
     app.add_typer(keys.keys, name="keys")
     app.add_typer(bench.bench, name="bench")
+    app.command("chaos")(chaos.chaos)
     app.command("doctor")(doctor.doctor)
     app.command("plan")(plan.plan)
     app.command("run")(run_role.run)
     app.add_typer(model.model, name="model")
+    app.add_typer(certs.certs, name="certs")
     app.add_typer(config.config, name="config")
     app.command("version")(version)
     return app
@@ -79,6 +86,7 @@ def version() -> None:
 def run() -> None:
     """The console script. Errors we raise on purpose are one line and exit code 2."""
     choices = _Choices()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write a line for every connection that speaks no TLS
     try:
         build(choices)()
     except MoonpoolError as e:

@@ -1,0 +1,142 @@
+"""Carries out a schedule: strikes when it may, ends what holds, and watches until everybody is back.
+
+One side at a time: while members of one node id are struck, those of the other serve. A strike on the other side, and one on a
+process that is still coming back, waits; one that could not happen within ``PATIENCE_S`` is left out and logged. The registry
+is struck alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from moonpool.bench.chaos.faults import FAULTS, Fault
+from moonpool.bench.chaos.house import MEMBERS, House, of_role, side_of
+from moonpool.bench.chaos.kinds import REGISTRY
+from moonpool.bench.chaos.load import GATEWAYS, Load
+from moonpool.bench.chaos.runlog import RunLog
+from moonpool.bench.chaos.schedule import Planned
+from moonpool.bench.chaos.tally import Struck
+
+PATIENCE_S = 60.0
+LOOK_S = 0.2
+
+
+class Striking:
+    def __init__(self, house: House, load: Load, log: RunLog) -> None:
+        self._house, self._load, self._log = house, load, log
+        self._open: dict[int, tuple[Struck, Fault]] = {}
+        self._changed = asyncio.Event()
+        self._holds: set[asyncio.Task[None]] = set()
+        self.struck: list[Struck] = []
+
+    async def carry_out(self, plan: Sequence[Planned], until_s: float) -> None:
+        """Until the last strike is over, or the time is. Cancelled, or failing, it leaves nothing held."""
+        watching = asyncio.create_task(self._watch(), name="chaos-watch")
+        try:
+            for planned in plan:
+                await self._sleep_until(planned.at_s)
+                if self._log.now() > until_s:
+                    self._log.write("left out", number=planned.number, kind=planned.kind.name, why="the time is over")
+                    continue
+                await self._strike(planned)
+            await self._until(lambda: not self._open, max(until_s - self._log.now(), 0.0) + PATIENCE_S)
+        finally:
+            for task in (watching, *self._holds):
+                task.cancel()
+            await asyncio.gather(watching, *self._holds, return_exceptions=True)
+            for struck, fault in self._open.values():
+                if struck.healed_s is None:
+                    fault.heal()
+
+    @property
+    def open_names(self) -> str:
+        return ", ".join(struck.kind for struck, _ in self._open.values())
+
+    async def _strike(self, planned: Planned) -> None:
+        if not await self._until(lambda: self._may(planned), PATIENCE_S):
+            self._log.write(
+                "left out", number=planned.number, kind=planned.kind.name, why=f"others were open: {self.open_names}"
+            )
+            return
+        fault = FAULTS[planned.kind.what](planned, self._house)
+        struck = Struck(planned.number, planned.kind.name, _side(planned), (), self._log.now())
+        flying = sorted(self._load.in_flight)
+        struck.hit = fault.strike(np.random.default_rng(planned.seed))
+        struck.targets = fault.targets
+        self._open[planned.number] = (struck, fault)
+        self.struck.append(struck)
+        self._log.write(
+            "strike", number=struck.number, kind=struck.kind, hit=struck.hit, targets=list(struck.targets),
+            hold_s=round(planned.hold_s, 2), in_flight=flying,
+        )  # fmt: skip
+        hold = asyncio.create_task(self._hold(planned, struck, fault))
+        self._holds.add(hold)
+        hold.add_done_callback(self._held)
+
+    def _held(self, hold: asyncio.Task[None]) -> None:
+        self._holds.discard(hold)
+        if not hold.cancelled() and (error := hold.exception()) is not None:
+            self._log.write("trouble", why=f"{type(error).__name__}: {error}")
+
+    def _may(self, planned: Planned) -> bool:
+        """Purely by what is open: the other side serves, and nobody is struck who is not back yet."""
+        others = [struck for struck, _ in self._open.values()]
+        alone = not _side(planned) or any(not struck.side for struck in others)
+        if others and alone:
+            return False
+        busy = {target for struck in others for target in struck.targets}
+        return all(struck.side == planned.side for struck in others) and not (busy & _possible(planned))
+
+    async def _hold(self, planned: Planned, struck: Struck, fault: Fault) -> None:
+        until = struck.at_s + planned.hold_s
+        while (left := until - self._log.now()) > 0:
+            if fault.over():
+                break
+            await asyncio.sleep(min(0.05, left))
+        await asyncio.to_thread(fault.heal)
+        struck.healed_s = self._log.now()
+        self._log.write("healed", number=struck.number, kind=struck.kind)
+
+    async def _watch(self) -> None:
+        """Closes strikes whose targets are back, and tells the load which gateways are being struck."""
+        while True:
+            for struck, _ in list(self._open.values()):
+                for gateway in set(GATEWAYS) & set(struck.targets):
+                    self._load.gateway_struck[gateway] = self._log.now()
+                wanted = tuple(t for t in struck.targets if t != REGISTRY) or MEMBERS
+                if struck.healed_s is None or await self._house.unready(wanted):
+                    continue
+                struck.restored_s = self._log.now()
+                self._log.write("restored", number=struck.number, kind=struck.kind)
+                del self._open[struck.number]
+                self._changed.set()
+            await asyncio.sleep(LOOK_S)
+
+    async def _sleep_until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._log.now()))
+
+    async def _until(self, true: Callable[[], bool], seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while not true():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def _side(planned: Planned) -> str:
+    return "" if planned.kind.role == REGISTRY else planned.side
+
+
+def _possible(planned: Planned) -> set[str]:
+    """Members that the strike may name as its target."""
+    kind = planned.kind
+    if not kind.role:
+        return {member for member in MEMBERS if side_of(member) == planned.side}
+    ends = {of_role(planned.side, kind.role)}
+    return ends if not kind.peer or kind.peer == REGISTRY else ends | {of_role(side, kind.peer) for side in ("a", "b")}
