@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -36,11 +37,12 @@ class Clients:
         self._session = session
         self._random = random
         self.seen = seen
+        self.first_s = 0.1  # until the first event of an answer, at the moment
 
     async def ask(self, ask: Ask) -> None:
-        if ask.cut_ms is not None:
-            await self._leave(ask, ask.cut_ms / 1e3)
-        elif ask.deadline_ms is not None:
+        if ask.cut_s is not None:
+            await self._leave(ask, ask.cut_s)
+        elif ask.deadline_s is not None:
             await self._too_late(ask)
         else:
             await self._stay(ask)
@@ -66,7 +68,7 @@ class Clients:
             writer.transport.abort()
 
     async def _too_late(self, ask: Ask) -> None:
-        status, text = await self._post(ask, {DEADLINE_HEADER: f"{ask.deadline_ms:.0f}"})
+        status, text = await self._post(ask, {DEADLINE_HEADER: f"{1e3 * (ask.deadline_s or 0.0):.3f}"})
         if status == 200 and not ask.stream:
             end = "in_time"
         elif status == 200:
@@ -95,11 +97,12 @@ class Clients:
 
     async def _post(self, ask: Ask, headers: dict[str, str]) -> tuple[int, str]:
         """Status and whole body; (0, reason) where the connection broke or nothing came."""
+        begun = time.monotonic()
         try:
-            async with (
-                asyncio.timeout(READ_S),
-                self._session.post("v1/completions", json=_body(ask), headers=headers) as response,
-            ):
+            sending = self._session.post("v1/completions", json=_body(ask), headers=headers)
+            async with asyncio.timeout(READ_S), sending as response:
+                if response.status == 200 and ask.stream:  # its head comes with the first event
+                    self.first_s += (time.monotonic() - begun - self.first_s) / 4
                 return response.status, await response.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as e:
             return 0, f"{type(e).__name__}: {e}"

@@ -48,6 +48,7 @@ SETTINGS = {
     "store.region_bytes": "16 MiB",
     "transfer.carrier": "tcp",
     "transfer.throttle_bytes_per_s": "20000000",
+    "scheduler.policy_settings": '{"lookahead_s": 0.2}',  # requests wait in a prefill worker's queue, too
     "timing.silent_after_ms": "10000",
     "timing.kill_after_ms": "0",
     "cluster.max_restarts": "0",
@@ -145,7 +146,7 @@ class _Run:
                 await self._clients.ask(self._asks.kept())
             else:
                 left[0] -= 1
-                await self._clients.ask(self._asks.cut(scene))
+                await self._clients.ask(self._asks.cut(scene, self._clients.first_s))
 
     async def _forget(self, scene: Scene) -> None:
         while scene.forget:

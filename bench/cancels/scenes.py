@@ -1,4 +1,4 @@
-"""How each window of a request's life is made wide enough to be hit at random: what clients send, when they cut, who pauses. Pure.
+"""How each window of a request's life is made wide enough to be hit at random: what clients do, and who pauses. Pure.
 
 A pause is a SIGSTOP of one of our own processes, always shorter than ``timing.silent_after_ms`` of the cluster: a slow
 process, not a dead one. Where a cancellation really struck is found out afterwards, not by the scene's name.
@@ -29,41 +29,42 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Spans are (least, most). ``cut_ms`` counts from the sent request, or from its first event where ``after_first``."""
+    """Spans are (least, most). ``cut`` is in times of what the first event of an answer takes at the moment: the machine may
+    be fast or crowded. It counts from the sent request, or from its first event where ``after_first``."""
 
     aim: Window
-    cut_ms: tuple[float, float]
+    cut: tuple[float, float]
     fresh: tuple[int, int] = (16, 600)  # prompt tokens that nobody has seen
     output: tuple[int, int] = (4, 24)
     shared: float = 0.3  # share of prompts that begin with one of the shared prefixes
-    clients: int = 16
+    clients: int = 6
     after_first: bool = False
     forget: bool = False  # prefill workers drop their cached pages again and again
     pause: Pause | None = None
 
 
 SCENES = (
-    Scene(Window.QUEUED, (0.5, 120), clients=32),
-    Scene(Window.PLACED, (20, 300), clients=24, pause=Pause(Role.PREFILL, (60, 200), (20, 60))),
-    Scene(Window.RESERVING, (20, 250), pause=Pause(Role.STORE, (60, 200), (20, 60), "b")),
-    Scene(Window.LOADING, (20, 250), (1, 64), shared=1.0, forget=True, pause=Pause(Role.STORE, (60, 200), (20, 60), "a")),
-    Scene(Window.PREFILLING, (10, 200), (500, 900), shared=0.0, clients=8),
-    Scene(Window.PUSHING, (20, 300), (300, 900), shared=0.1, clients=8, pause=Pause(Role.STORE, (30, 120), (60, 120), "b")),
-    Scene(Window.SEALED, (30, 250), (16, 400), pause=Pause(Role.DECODE, (60, 200), (20, 50))),
-    Scene(Window.DECODING, (1, 300), (16, 200), (150, 400), after_first=True),
+    Scene(Window.QUEUED, (0.005, 0.5), clients=24),
+    Scene(Window.PLACED, (0.1, 1.0), clients=8, pause=Pause(Role.PREFILL, (60, 200), (20, 60))),
+    Scene(Window.RESERVING, (0.1, 1.0), pause=Pause(Role.STORE, (60, 200), (20, 60), "b")),
+    Scene(Window.LOADING, (0.1, 1.0), (1, 64), shared=1.0, forget=True, pause=Pause(Role.STORE, (60, 200), (20, 60), "a")),
+    Scene(Window.PREFILLING, (0.2, 1.0), (500, 900), shared=0.0, clients=3),
+    Scene(Window.PUSHING, (0.5, 1.3), (300, 900), shared=0.1, clients=5, pause=Pause(Role.STORE, (30, 120), (60, 120), "b")),
+    Scene(Window.SEALED, (0.4, 1.3), (16, 400), pause=Pause(Role.DECODE, (60, 200), (20, 50))),
+    Scene(Window.DECODING, (0.02, 2.0), (16, 200), (150, 400), after_first=True),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. ``cut_ms``: the client leaves then; ``deadline_ms``: its budget ends then; neither: it wants its answer."""
+    """One request. ``cut_s``: the client leaves then; ``deadline_s``: its budget ends then; neither: it wants its answer."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     stream: bool
-    cut_ms: float | None = None
+    cut_s: float | None = None
     after_first: bool = False
-    deadline_ms: float | None = None
+    deadline_s: float | None = None
     answer: tuple[int, ...] = ()  # the oracle's, where it wants one
 
 
@@ -97,16 +98,16 @@ class Asks:
         known = self._random.choice(self._known)
         return Ask(known.prompt, len(known.answer), self._random.random() < 0.5, answer=known.answer)
 
-    def cut(self, scene: Scene) -> Ask:
-        """To be cancelled by its client, or, one of eight, by its own deadline."""
+    def cut(self, scene: Scene, first_s: float) -> Ask:
+        """To be cancelled by its client, or, one of eight, by its own deadline. ``first_s``: as a scene's ``cut`` means it."""
         draw, fresh = self._random, self._tokens(self._random.randint(*scene.fresh))
         prefix = draw.choice(self._prefixes) if draw.random() < scene.shared else ()
         tokens = draw.randint(*scene.output)
         prompt = (*prefix, *fresh)[: self._context - tokens]
-        at_ms, stream = _between(draw, scene.cut_ms), scene.after_first or draw.random() < 0.5
+        at_s, stream = first_s * _between(draw, scene.cut), scene.after_first or draw.random() < 0.5
         if draw.random() < 1 / 8:
-            return Ask(prompt, tokens, stream, deadline_ms=max(at_ms, 5.0))
-        return Ask(prompt, tokens, stream, cut_ms=at_ms, after_first=scene.after_first)
+            return Ask(prompt, tokens, stream, deadline_s=at_s + first_s * scene.after_first)
+        return Ask(prompt, tokens, stream, cut_s=at_s, after_first=scene.after_first)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(*self._ids) for _ in range(count))

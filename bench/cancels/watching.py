@@ -74,9 +74,11 @@ class Watch:
     async def idle(self, limit_s: float) -> dict[str, float]:
         """What is still busy after ``limit_s``; nothing, as soon as nothing is."""
         until = asyncio.get_running_loop().time() + limit_s
-        while (busy := await self.busy()) and asyncio.get_running_loop().time() < until:
+        while True:
+            busy = await self.busy()
+            if not busy or asyncio.get_running_loop().time() > until:
+                return busy
             await asyncio.sleep(0.05)
-        return busy
 
     async def handles(self) -> dict[str, float]:
         told = await self.numbers()
