@@ -17,6 +17,7 @@ import grpc
 
 from moonpool.cluster.deciding import conductor_of
 from moonpool.cluster.late_answers import LateAnswers
+from moonpool.cluster.leadership import Alone, Leads
 from moonpool.cluster.moves import Moves
 from moonpool.cluster.record_file import VERSION, Head, lines
 from moonpool.cluster.role_moves import RoleMoves
@@ -39,19 +40,24 @@ Done = Finished  # within the service that name is a call
 Clock = Callable[[], float]
 QUIET_PERIODS = 5  # of ``silent_after_ms``: a store node's stream that says nothing for longer is broken
 LINES_AT_ONCE = 64  # of a record, in one message
+LAST_WORDS_S = 0.2  # for those who waited, or still come, to be told
 SOONEST_S = 0.001  # until the conductor is asked again what is due: it may want to be asked at once, again and again
 
 
 class ConductorService(pb.conductor_rpc.ConductorServicer):
     """Implements ``core.membership.Service``. Event-loop only."""
 
-    def __init__(self, config: Config, member: Member, peers: Peers, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, config: Config, member: Member, peers: Peers, clock: Clock = time.monotonic, *, leads: Leads | None = None
+    ) -> None:
+        """``leads``: who tells whether it leads; without, it is the only one."""
         self.conductor = conductor_of(config)
         self._member = member
         self._clock = clock
         self._late = LateAnswers()
-        self._moves = Moves(peers, config.scheduler.moves_at_once)
-        self._roles = RoleMoves(peers, member.id)
+        self._leads: Leads = leads or Alone()
+        self._moves = Moves(peers, config.scheduler.moves_at_once, self._leads)
+        self._roles = RoleMoves(peers, member.id, self._leads)
         self._leaving = False
         self._timer: asyncio.TimerHandle | None = None
         self._booking_s = config.timing.request_budget_ms / 1e3
@@ -60,8 +66,8 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         self._unsubscribe = peers.subscribe(self._on_change)
 
     @classmethod
-    async def start(cls, config: Config, member: Member, peers: Peers) -> ConductorService:
-        return cls(config, member, peers)
+    async def start(cls, config: Config, member: Member, peers: Peers, leads: Leads | None = None) -> ConductorService:
+        return cls(config, member, peers, leads=leads)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pb.conductor_rpc.add_ConductorServicer_to_server(self, server)
@@ -70,15 +76,14 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         """Place nothing more: who waits here, or comes still, is told to ask another conductor."""
         self._leaving = True
         self._late.end_all()
-        end = self._clock() + limit_s
-        while len(self._late) and self._clock() < end:
-            await asyncio.sleep(SOONEST_S)
+        await asyncio.sleep(min(limit_s, LAST_WORDS_S))
 
     async def close(self) -> None:
         self._unsubscribe()
         if self._timer is not None:
             self._timer.cancel()
         self._late.end_all()
+        await self._leads.close()
         await self._moves.close()
         await self._roles.close()
         await self._watches.close()
@@ -92,6 +97,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             **self.conductor.numbers(self._clock()),
             **self._moves.numbers(),
             "role_switches": float(self._roles.switches),
+            "leading_term": float(self._leads.term()),
             "answers_unclaimed": float(self._late.unclaimed),
             "store_watches_connected": float(watches.connected),
             "store_watch_reconnects": float(watches.reconnects),
@@ -99,7 +105,8 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         }
 
     def words(self) -> dict[str, str]:
-        return {"policy": self.conductor.policy.name, "admission": self.conductor.admission.name}
+        names = {"policy": self.conductor.policy.name, "admission": self.conductor.admission.name}
+        return names | ({"leader": leader} if (leader := self._leads.leader()) else {})
 
     # what it hears
 
@@ -228,7 +235,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         wanted, now = dict(request.switches), self._clock()
         try:
             told = await self._roles.rebalance(self.conductor, apply=request.apply, wanted=wanted, now=now)
-        except InvalidRequest as e:
+        except (InvalidRequest, NoPath) as e:
             await _refuse(context, e)
         return pb.conductor.RebalanceReply(json=json.dumps(told))
 
@@ -275,6 +282,6 @@ def _device_events(frame: bytes, report: WorkerReport) -> EventBatch | IndexSnap
     return event
 
 
-async def _refuse(context: grpc.aio.ServicerContext, error: InvalidRequest) -> NoReturn:
+async def _refuse(context: grpc.aio.ServicerContext, error: InvalidRequest | NoPath) -> NoReturn:
     await context.abort(grpc.StatusCode[error.grpc_status], error.message)
     raise Bug("abort returned")

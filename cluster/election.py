@@ -1,8 +1,8 @@
 """Which conductor acts in the background: the embedded registry's part, and each conductor's own. Pure.
 
-One at a time holds a lease, numbered by a term that only grows. Whoever's lease may have ended does nothing, by its own clock,
-begun before the registry's; and whoever hears of a newer term refuses older ones (``core.terms``). So one that was frozen and wakes
-does nothing, whether or not it noticed. (C. Gray, D. Cheriton, "Leases", SOSP 1989.)
+One at a time holds a lease, numbered by a term that only grows. Whose lease may have ended does nothing: it counts by its own
+clock, from before it asked. And whoever hears of a newer term refuses older ones (``core.terms``). So one that was frozen and
+wakes does nothing, whether or not it noticed. (C. Gray, D. Cheriton, "Leases", SOSP 1989.)
 """
 
 from __future__ import annotations

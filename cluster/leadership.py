@@ -1,6 +1,6 @@
 """A conductor's place in the election: asks the registry whether it leads, and tells everybody when that changes.
 
-Whoever leads acts in the background: copies, prefetches, coolings, changes of roles. Placing needs no leader: all conductors do.
+Whoever leads acts in the background: copies, prefetches, coolings, changes of roles. Placing needs no leader: all do it.
 """
 
 from __future__ import annotations

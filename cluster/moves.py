@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from moonpool.cluster.leadership import Leads
 from moonpool.core.errors import MoonpoolError, NoPath
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
@@ -36,10 +37,10 @@ log = structlog.get_logger(__name__)
 
 
 class Moves:
-    """Event-loop only. ``at_once`` 0: nothing is moved."""
+    """Event-loop only. ``at_once`` 0: nothing is moved. Who does not lead leaves it to the one that does."""
 
-    def __init__(self, peers: Peers, at_once: int) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, at_once: int, leads: Leads) -> None:
+        self._peers, self._leads = peers, leads
         self._at_once = at_once
         self._queue: deque[Move] = deque()
         self._running: set[asyncio.Task[None]] = set()
@@ -47,7 +48,7 @@ class Moves:
         self.counts: Counter[str] = Counter()
 
     def numbers(self) -> dict[str, float]:
-        names = ("asked", "done", "failed", "dropped")
+        names = ("asked", "done", "failed", "dropped", "left")
         return {
             "moves_running": float(len(self._running)),
             "moves_queued": float(len(self._queue)),
@@ -59,6 +60,9 @@ class Moves:
 
     def take(self, move: Move) -> None:
         self.counts["asked"] += 1
+        if not self._leads.term():
+            self.counts["left"] += 1
+            return
         if not self._at_once or len(self._queue) >= QUEUED or not move.keys:
             self.counts["dropped"] += 1
             return
@@ -88,13 +92,17 @@ class Moves:
         node = move.target if isinstance(move, Replicate) else move.node
         try:
             store, layout, stub = await self._store(node)
+            term = self._leads.term()
+            if not term:  # not any more
+                self.counts["left"] += 1
+                return
             match move:
                 case Replicate():
-                    await self._replicate(stub, layout, move)
+                    await self._replicate(stub, layout, move, term)
                 case Prefetch():
-                    await self._prefetch(stub, layout, move)
+                    await self._prefetch(stub, layout, move, term)
                 case Cool():
-                    await stub.Cool(pb.store.KeysRequest(keys=move.keys[:BLOCKS]), timeout=COOL_S)
+                    await stub.Cool(pb.store.KeysRequest(keys=move.keys[:BLOCKS], term=term), timeout=COOL_S)
         except grpc.aio.AioRpcError as e:
             self._failed(kind, node, error_of(e, f"store node {node}"))
         except MoonpoolError as e:
@@ -108,14 +116,15 @@ class Moves:
         self.counts["failed"] += 1
         log.warning("move failed", kind=kind, node=node, error=error.message)
 
-    async def _replicate(self, stub: Any, layout: KVLayout, move: Replicate) -> None:
-        request = pb.store.ReplicateRequest(keys=move.keys[:BLOCKS], node=move.source, deadline_ms=int(DEADLINE_S * 1e3))
+    async def _replicate(self, stub: Any, layout: KVLayout, move: Replicate, term: int) -> None:
+        request = pb.store.ReplicateRequest(keys=move.keys[:BLOCKS], node=move.source, term=term)
+        request.deadline_ms = int(DEADLINE_S * 1e3)
         to_wire(layout, request.layout)
         to_wire(Use(), request.use)
         self._came(await stub.Replicate(request, timeout=DEADLINE_S + GRACE_S))
 
-    async def _prefetch(self, stub: Any, layout: KVLayout, move: Prefetch) -> None:
-        request = pb.store.WarmRequest(keys=move.keys[:BLOCKS], deadline_ms=int(DEADLINE_S * 1e3))
+    async def _prefetch(self, stub: Any, layout: KVLayout, move: Prefetch, term: int) -> None:
+        request = pb.store.WarmRequest(keys=move.keys[:BLOCKS], deadline_ms=int(DEADLINE_S * 1e3), term=term)
         to_wire(layout, request.layout)
         to_wire(Use(), request.use)
         self._came(await stub.Warm(request, timeout=DEADLINE_S + GRACE_S))

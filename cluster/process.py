@@ -143,6 +143,7 @@ class Process:
             lambda: self.stop(EXIT_RESTART),
             lambda: self._peers.numbers() if self._peers else {},
             self.switch,
+            lambda term: self._peers.terms.check(term) if self._peers else None,
         )
         self._face = Face(self.spec.config.cluster.host, admin)
         self._member = replace(self._member, address=self._face.address)

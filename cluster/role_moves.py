@@ -10,9 +10,10 @@ from typing import Any
 
 import grpc
 
+from moonpool.cluster.leadership import Leads
 from moonpool.cluster.role_switch import SWITCHABLE
 from moonpool.core.config import SchedulerConfig
-from moonpool.core.errors import InvalidRequest
+from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Liveness, Peers
 from moonpool.scheduler.actions import SwitchRole
@@ -27,16 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class RoleMoves:
-    """``own``: this conductor. Where several live, the first by name acts: two would switch twice as many."""
+    """``own``: this conductor. Where several live, only the leading one acts: two would switch twice as many."""
 
-    def __init__(self, peers: Peers, own: MemberId) -> None:
-        self._peers, self._own = peers, own
+    def __init__(self, peers: Peers, own: MemberId, leads: Leads) -> None:
+        self._peers, self._own, self._leads = peers, own, leads
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = 0
 
     def take(self, action: SwitchRole, planner: Planner) -> None:
-        """Begin it, if this conductor is the one to; ``planner``, whose wish it was, hears where nothing comes of it."""
-        if min((c.id for c in self._peers.live(Role.CONDUCTOR)), default=self._own) != self._own:
+        """Begin it, if this conductor leads; ``planner``, whose wish it was, hears where nothing comes of it."""
+        if not self._leads.term():
             planner.gave_up(action.worker)
             return
         task = asyncio.create_task(self._carry_out(action, planner), name=f"switch-{action.worker}")
@@ -54,7 +55,7 @@ class RoleMoves:
         if change is None or change.liveness is not Liveness.LIVE:
             return f"{action.worker}: not a live member"
         async with dial(change.member.address) as channel:
-            request = pb.admin.SwitchRoleRequest(role=action.role.value)
+            request = pb.admin.SwitchRoleRequest(role=action.role.value, term=self._leads.term())
             try:
                 await pb.admin_rpc.AdminStub(channel).SwitchRole(request, timeout=TIMEOUT_S)
             except grpc.aio.AioRpcError as e:
@@ -66,8 +67,12 @@ class RoleMoves:
     async def rebalance(self, conductor: Conductor, *, apply: bool, wanted: Mapping[str, str], now: float) -> dict[str, Any]:
         """The proposal as JSON, and what became of each switch that was begun (empty: under way).
 
-        ``wanted`` (worker -> role) is done instead of what is proposed. InvalidRequest where no planner looks at roles.
+        ``wanted`` (worker -> role) is done instead of what is proposed. InvalidRequest where no planner looks at roles; NoPath
+        where it is to be applied and another conductor leads.
         """
+        if apply and not self._leads.term():
+            leader = self._leads.leader() or "none yet"
+            raise NoPath(f"conductor: {self._own} does not lead ({leader} does); ask that one", retry_after_s=1.0)
         proposal = conductor.rebalance(now, patient=False)
         if proposal is None:
             raise InvalidRequest("scheduler.roles: fixed, so nobody plans roles here; set it to ask or auto", param="roles")

@@ -47,8 +47,9 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
             return await _store(spec, member, peers, say)
         case Role.CONDUCTOR:
             from moonpool.cluster.conductor import ConductorService
+            from moonpool.cluster.leadership import Leadership
 
-            return Made(await ConductorService.start(config, member, peers), member)
+            return Made(await ConductorService.start(config, member, peers, Leadership(peers, config.timing)), member)
         case Role.GATEWAY:
             gateway = await (await asyncio.to_thread(_gateway_class)).start(config, member, peers, hash_key, spec.model_dir)
             return Made(gateway, replace(member, details={"url": gateway.url}))

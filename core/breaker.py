@@ -37,7 +37,7 @@ def wait_s(pace: Pace, times: int, draw: float) -> float:
 
     ``draw`` is random in [0, 1).
     """
-    full = min(pace.first_s * 2 ** min(times - 1, 32), pace.longest_s)
+    full = min(pace.first_s * (1 << min(times - 1, 32)), pace.longest_s)
     return full * (1 + draw) / 2
 
 

@@ -39,8 +39,8 @@ class Member:
     max_context: int = 0
     max_prompt: int = 0  # tokens this worker can hold at once (prefill: its pages; decode: its pages)
     ready: bool = True
-    kv_key_id: str = ""  # where KV bytes are encrypted
     details: dict[str, str] = field(default_factory=dict)  # shown by `status`: carrier, model path, dtype
+    kv_key_id: str = ""  # where KV bytes are encrypted
     protocol: int = PROTOCOL
     version: str = ""
     term: int = 0  # conductors: in which it leads; 0: it does not

@@ -16,6 +16,7 @@ from moonpool.core.errors import Busy, Failure, InvalidRequest, LayoutMismatch, 
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.landing import Landing
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
+from moonpool.core.terms import Terms
 from moonpool.kvstore.agent import Agent
 from moonpool.kvstore.claims import Life, Reach
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
@@ -56,6 +57,7 @@ class Lives:
         self._silent: dict[Life, asyncio.TimerHandle | None] = {}  # with the timer of the kill
         self._clients: set[Life] = set()  # users of the library: no members of the cluster
         self._leaving: dict[Life, asyncio.Task[None]] = {}  # proved gone, their last bytes being polled out
+        self.terms = Terms()
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -178,6 +180,7 @@ class Lives:
             self._on_gone(life.member, life.incarnation, proof)
 
     def _peer_changed(self, change: MemberChange) -> None:
+        self.terms.heard(change.member.term)
         life = Life(change.member.id, change.member.incarnation)
         if life.member == self._member.id:
             return

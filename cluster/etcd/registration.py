@@ -67,7 +67,8 @@ class Registration:
         member, lease, renewed = self._member, self._lease, self._renewed
         if member is None or lease is None or self._written is None:
             return NOBODY
-        leader, newest = await etcd.get(self._address.leader), await etcd.get(self._address.term)
+        leader = await etcd.get(self._address.leader)
+        newest = await etcd.get(self._address.term)
         said = stand(self._address, member, known, leader, newest)
         if isinstance(said, Bid):
             puts = [Put(self._address.leader, said.leader, lease), Put(self._address.term, said.newest)]

@@ -32,13 +32,12 @@ class Bid:
 
 
 def stand(address: EtcdAddress, member: Member, known: int, leader: Item | None, newest: Item | None) -> Lead | Bid:
-    """Who leads (its lease is left open), or how ``member`` comes to. What others wrote there and is no such thing gives way."""
+    """Who leads (its lease is left open), or how ``member`` comes to. What is no such thing gives way.
+
+    An older life of ``member`` gives way, too: its key lies under the lease that the newer one goes on renewing.
+    """
     said = _leader(leader)
-    if said is not None and (said.leader, said.incarnation) != (member.id, member.incarnation):
-        if said.leader != member.id:
-            return said
-        said = None  # an older life of this name, under the lease that this one goes on renewing
-    if said is not None:
+    if said is not None and (said.leader != member.id or said.incarnation == member.incarnation):
         return said
     term = max(known, _number(newest), _term(leader)) + 1
     message = pb.registry.LeadReply(leader=member.id, incarnation=member.incarnation, term=term)

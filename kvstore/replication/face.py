@@ -29,6 +29,7 @@ class ReplicationCalls:
 
     async def Replicate(self, request: pb.store.ReplicateRequest, context: Any) -> pb.store.ReplicateReply:
         try:
+            self._node.lives.terms.check(request.term)
             layout = from_wire(request.layout, KVLayout)
             self._node.pool.register(layout)
             keys, deadline_s = checked_keys(request.keys), checked_deadline(request.deadline_ms) / 1e3
@@ -45,6 +46,7 @@ class ReplicationCalls:
         """``blocks`` lead here, in any tier; ``bytes`` came up: fewer where room or time lack."""
         pool = self._node.pool
         try:
+            self._node.lives.terms.check(request.term)
             layout = from_wire(request.layout, KVLayout)
             pool.register(layout)
             keys, deadline_s = checked_keys(request.keys), checked_deadline(request.deadline_ms) / 1e3
@@ -58,6 +60,7 @@ class ReplicationCalls:
 
     async def Cool(self, request: pb.store.KeysRequest, context: Any) -> pb.store.CoolReply:
         try:
+            self._node.lives.terms.check(request.term)
             keys = checked_keys(request.keys)
         except MoonpoolError as e:
             await abort(context, e)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from support.leading import Leading
 from support.scripted_cluster import LAYOUT, Membership
 
 from moonpool.cluster.moves import QUEUED, Move, Moves
@@ -26,6 +27,7 @@ class Store(pb.store_rpc.StoreServicer):
 
     told: list[tuple[str, int]] = field(default_factory=list)
     open: asyncio.Event = field(default_factory=asyncio.Event)
+    terms: list[int] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
 
@@ -42,6 +44,7 @@ class Store(pb.store_rpc.StoreServicer):
 
     async def Warm(self, request: Any, context: Any) -> pb.store.ReplicateReply:
         await self._take("warm", len(request.keys))
+        self.terms.append(request.term)
         return pb.store.ReplicateReply(blocks=len(request.keys), bytes=10)
 
     async def Cool(self, request: Any, context: Any) -> pb.store.CoolReply:
@@ -50,13 +53,13 @@ class Store(pb.store_rpc.StoreServicer):
 
 
 @asynccontextmanager
-async def moving(at_once: int = 2) -> AsyncIterator[tuple[Moves, Store, Membership]]:
+async def moving(at_once: int = 2, leads: Leading | None = None) -> AsyncIterator[tuple[Moves, Store, Membership]]:
     store, server, peers = Store(), channels.server(), Membership()
     pb.store_rpc.add_StoreServicer_to_server(store, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     peers.say(Member(MemberId("store-b"), Role.STORE, B, Incarnation(1), f"127.0.0.1:{port}", 1, layout=LAYOUT))
-    moves = Moves(peers, at_once)
+    moves = Moves(peers, at_once, leads or Leading())
     yield moves, store, peers
     await moves.close()
     await server.stop(None)
@@ -113,3 +116,17 @@ async def test_none_are_made_where_none_are_wanted_and_a_leaving_conductor_drops
         await until(lambda: len(store.told) == 1)
         await moves.close()
         assert moves.numbers()["moves_running"] == 0
+
+
+async def test_what_another_conductor_leads_is_left_to_it_also_where_it_was_queued_already() -> None:
+    leads = Leading(3)
+    async with moving(at_once=1, leads=leads) as (moves, store, _):
+        for _ in range(2):
+            moves.take(Prefetch(B, KEYS))
+        await until(lambda: len(store.told) == 1)
+        leads.now = 0
+        moves.take(Prefetch(B, KEYS))
+        store.open.set()
+        await until(lambda: moves.counts["left"] == 2)
+        assert store.terms == [3]
+        assert len(store.told) == 1
