@@ -15,6 +15,7 @@ from moonpool.core.use import Use
 from moonpool.kvstore.claims import Life
 from moonpool.kvstore.ladder import Ladder
 from moonpool.kvstore.pool import Pool
+from moonpool.kvstore.sealing.keys import KvKeys
 from moonpool.kvstore.shared_tier.tier import SharedTier
 from moonpool.kvstore.sharing import Sharing
 from moonpool.kvstore.ssd.tier import SsdTier
@@ -33,11 +34,16 @@ class LowerTiers:
         self.sharing: Sharing | None = None
 
     @classmethod
-    async def open(cls, config: StoreConfig, node: NodeId, layouts: Sequence[KVLayout]) -> LowerTiers:
-        """Opens what is configured. ConfigError: a folder that is in use, or unusable, or too small."""
-        ssd = await SsdTier.open(config, node, layouts) if config.ssd_path else None
+    async def open(
+        cls, config: StoreConfig, node: NodeId, layouts: Sequence[KVLayout], keys: KvKeys | None = None
+    ) -> LowerTiers:
+        """Opens what is configured, encrypted where there are ``keys``.
+
+        ConfigError: a folder that is in use, or unusable, or too small.
+        """
+        ssd = await SsdTier.open(config, node, layouts, keys=keys) if config.ssd_path else None
         try:
-            shared = await SharedTier.open(config, node) if config.shared_path else None
+            shared = await SharedTier.open(config, node, keys=keys) if config.shared_path else None
         except BaseException:
             if ssd is not None:
                 await ssd.close()

@@ -145,7 +145,9 @@ class StoreNode:
             lock = NodeLock.take(config.state_dir(Path.home()), member.node)
             opened.callback(lock.release)
             keys = await asyncio.to_thread(kv_keys, config, Path.home())
-            lower = await LowerTiers.open(config.store, member.node, [layout])  # its folder is checked before memory is taken
+            lower = await LowerTiers.open(
+                config.store, member.node, [layout], keys
+            )  # its folder is checked before memory is taken
             opened.push_async_callback(lower.close)
             regions = await asyncio.to_thread(
                 OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress

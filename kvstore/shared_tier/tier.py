@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from moonpool.core.config import StoreConfig
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.kvstore.sealing.keys import KvKeys
+from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.shared_tier.crew import Crew, Op
 from moonpool.kvstore.shared_tier.form import Outage, copy_of, object_bytes, object_name, seal, slot_in
 from moonpool.kvstore.shared_tier.places import Folder, Objects
@@ -88,8 +90,9 @@ class _Names:
 class SharedTier:
     """Event-loop only."""
 
-    def __init__(self, config: StoreConfig, objects: Objects, clock: Callable[[], float]) -> None:
+    def __init__(self, config: StoreConfig, objects: Objects, clock: Callable[[], float], vault: Vault | None = None) -> None:
         self._objects = objects
+        self._vault = vault
         self._clock = clock
         self._threads = config.shared_threads
         self._crew = Crew(config.shared_threads)
@@ -106,16 +109,24 @@ class SharedTier:
         *,
         objects: Objects | None = None,
         clock: Callable[[], float] = time.monotonic,
+        keys: KvKeys | None = None,
     ) -> SharedTier:
-        """ConfigError: a folder that cannot be written, no bucket's URL, no client for object storage."""
-        return cls(config, await asyncio.to_thread(_objects, config, node) if objects is None else objects, clock)
+        """With ``keys`` objects are encrypted, and plain ones are not seen.
+
+        ConfigError: a folder that cannot be written, no bucket's URL, no client for object storage.
+        """
+        vault = None if keys is None else Vault(keys)
+        return cls(config, await asyncio.to_thread(_objects, config, node) if objects is None else objects, clock, vault)
+
+    def _name(self, layout: KVLayout, key: bytes) -> str:
+        return object_name(layout.fingerprint, key, sealed=self._vault is not None)
 
     async def exists(self, layout: KVLayout, keys: Sequence[bytes], deadline_s: float) -> int:
         """How many leading keys are there; what is not known by the deadline counts as missing."""
         if self._reads.left(self._clock()):
             return 0
         until = self._clock() + deadline_s
-        names = [object_name(layout.fingerprint, key) for key in keys]
+        names = [self._name(layout, key) for key in keys]
         found = 0
         while found < len(names):
             if names[found] in self._there:
@@ -145,7 +156,7 @@ class SharedTier:
             if good:
                 self.counted[_Wrote.GIVEN_UP if end is None else end] += 1
             if done:
-                name = object_name(block.layout.fingerprint, block.key)
+                name = self._name(block.layout, block.key)
                 self._wrong.discard(name)
                 self._there.add(name)
             if end is _Wrote.WRITTEN:
@@ -158,7 +169,7 @@ class SharedTier:
         out = []
         for read, one in zip(reads, found, strict=True):
             end = ReadEnd.LATE if one is None else one
-            name = object_name(read.layout.fingerprint, read.key)
+            name = self._name(read.layout, read.key)
             if end is ReadEnd.TORN:
                 self._wrong.add(name)
             if end in (ReadEnd.TORN, ReadEnd.GONE):
@@ -171,7 +182,7 @@ class SharedTier:
 
     async def erase(self, layout: KVLayout, keys: Sequence[bytes], deadline_s: float = 30.0) -> int:
         """Remove blocks for everybody; returns how many there were. Other nodes notice when they read."""
-        names = [object_name(layout.fingerprint, key) for key in keys]
+        names = [self._name(layout, key) for key in keys]
         for name in names:
             self._there.discard(name)
         gone = await self._run(self._writes, [partial(self._remove, name) for name in names], deadline_s)
@@ -205,24 +216,25 @@ class SharedTier:
         return None if name in self._wrong else self._objects.size(name)
 
     def _write(self, block: Write, op: Op[_Wrote]) -> _Wrote:
-        name = object_name(block.layout.fingerprint, block.key)
+        name = self._name(block.layout, block.key)
         if name not in self._wrong and self._objects.size(name) == object_bytes(block.layout):
             return _Wrote.THERE
         copies: list[NDArray[np.uint8]] = []
         if not op.touching(lambda: copies.append(copy_of(block))):
             return _Wrote.GIVEN_UP
         (raw,) = copies
-        if not seal(raw, block):
+        made = seal(raw, block, self._vault)
+        if made is None:
             return _Wrote.MISMATCH
-        self._objects.put(name, raw)
+        self._objects.put(name, made)
         return _Wrote.WRITTEN
 
     def _read(self, read: SharedRead, op: Op[ReadEnd]) -> ReadEnd:
         layout = read.layout
-        raw = self._objects.get(object_name(layout.fingerprint, read.key), object_bytes(layout))
+        raw = self._objects.get(self._name(layout, read.key), object_bytes(layout))
         if raw is None:
             return ReadEnd.GONE
-        slot = slot_in(raw, layout, read.key)
+        slot = slot_in(raw, layout, read.key, self._vault)
         if slot is None:
             return ReadEnd.TORN
 

@@ -12,6 +12,7 @@ import numpy as np
 from moonpool.core.digests import slice_digest
 from moonpool.core.layout import DIGEST_BYTES, KVLayout
 from moonpool.kvstore import slices
+from moonpool.kvstore.sealing.stream import TAG_BYTES
 from moonpool.kvstore.ssd.blocks import ReadEnd, Write
 from moonpool.kvstore.ssd.files import Bytes, SegmentFile, aligned
 from moonpool.kvstore.ssd.format import (
@@ -82,6 +83,7 @@ class Scratch:
     inside: bool = False
     headers: Bytes = field(default_factory=lambda: aligned(LONGEST * HEADER_BYTES))
     memory: Bytes = field(default_factory=lambda: aligned(HEADER_BYTES))
+    closed: Bytes = field(default_factory=lambda: aligned(HEADER_BYTES))
 
     def enter(self) -> None:
         """Before a system call; may wait for others to leave."""
@@ -93,6 +95,13 @@ class Scratch:
         if self.calls is not None and self.inside:
             self.inside = False
             self.calls.leave()
+
+    def sealed(self, n: int, size: int) -> list[Bytes]:
+        """``n`` [size + TAG_BYTES] pieces, page-aligned, for sealed slots of ``size`` bytes."""
+        step = size + HEADER_BYTES
+        if self.closed.size < n * step:
+            self.closed = aligned(n * step)
+        return [self.closed[i * step : i * step + size + TAG_BYTES] for i in range(n)]
 
     def header(self, i: int) -> Bytes:
         return self.headers[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
@@ -129,6 +138,7 @@ def write_run(
     """Check and write ``blocks`` in one call. A wrong one fails alone; its neighbours are written in further calls."""
     layout = place.layout
     wanted = [True] * len(blocks)
+    out = _outgoing(place, [block.data for block in blocks], scratch)
     for i, block in enumerate(blocks):
         digests = tuple(int(d) for d in slices.trailer_of(layout, block.data, 0))
         if not is_block(layout, block.data, block.key, digests):
@@ -145,15 +155,35 @@ def write_run(
             block.use,
             digests,
         )
-        scratch.header(i)[:] = np.frombuffer(encode_extent(header), dtype=np.uint8)
+        _close(place, header, block.data, out[i], scratch.header(i))
     if not place.file.intact():
         return [WriteEnd.FAILED] * len(blocks), Fault.VANISHED
     right = list(wanted)
-    fault = _write_stretches(place, wanted, [block.data for block in blocks], scratch)
+    fault = _write_stretches(place, wanted, [data[: layout.slot_bytes] for data in out], scratch)
     ends = [
         WriteEnd.OK if there else WriteEnd.FAILED if ok else WriteEnd.MISMATCH for there, ok in zip(wanted, right, strict=True)
     ]
     return ends, fault
+
+
+def _outgoing(place: Place, slots: Sequence[Bytes], scratch: Scratch) -> Sequence[Bytes]:
+    """Where the bytes of ``slots`` are written from: from where they lie, or sealed from scratch memory."""
+    return slots if place.file.vault is None else scratch.sealed(len(slots), place.layout.slot_bytes)
+
+
+def _close(place: Place, header: ExtentHeader, slot: Bytes, out: Bytes, page: Bytes) -> None:
+    """The header into ``page`` and, where the file is sealed, the sealed slot into ``out``."""
+    vault = place.file.vault
+    raw = encode_extent(header) if vault is None else vault.seal(header, slot, out)
+    page[:] = np.frombuffer(raw, dtype=np.uint8)
+
+
+def header_in(page: Bytes, file: SegmentFile) -> ExtentHeader | None:
+    """The header in [HEADER_BYTES] of this file; None where there is none that can be read."""
+    if file.vault is None:
+        return decode_extent(page.tobytes())
+    found = file.vault.open_header(page.tobytes())
+    return None if found is None else found.header
 
 
 def _stretches(wanted: Sequence[bool]) -> list[tuple[int, int]]:
@@ -174,9 +204,11 @@ def read_run(place: Place, into: Sequence[Bytes], scratch: Scratch) -> tuple[lis
     if not place.file.intact():
         return [(ReadEnd.GONE, None)] * len(into), Fault.VANISHED
     one = extent_bytes(place.layout)
+    size = place.layout.slot_bytes
+    closed = _outgoing(place, into, scratch)
     scratch.enter()
     try:
-        done = place.file.read(scratch.buffers(into), place.offset)
+        done = place.file.read(scratch.buffers([data[:size] for data in closed]), place.offset)
     except OSError:
         if len(into) > 1:
             return _one_by_one(place, into, scratch)
@@ -184,7 +216,7 @@ def read_run(place: Place, into: Sequence[Bytes], scratch: Scratch) -> tuple[lis
     finally:
         scratch.leave()
     whole = done // one
-    ends = [_checked(place, i, slot, scratch) for i, slot in enumerate(into[:whole])]
+    ends = [_checked(place, i, closed[i], slot, scratch) for i, slot in enumerate(into[:whole])]
     if whole == len(into):
         return ends, Fault.NONE
     return ends + [(ReadEnd.GONE, None)] * (len(into) - whole), Fault.ERROR if place.file.intact() else Fault.VANISHED
@@ -233,11 +265,12 @@ def _rewrite(
     there = [header is not None for header in headers]
     if not place.file.intact():
         return [False] * len(there), Fault.VANISHED
+    out = _outgoing(place, slots, scratch)
     for i, header in enumerate(headers):
         if header is not None:
             new = replace(header, segment=place.file.number, position=place.first + i, epoch=place.epoch, sequence=sequence())
-            scratch.header(i)[:] = np.frombuffer(encode_extent(new), dtype=np.uint8)
-    return there, _write_stretches(place, there, slots, scratch)
+            _close(place, new, slots[i], out[i], scratch.header(i))
+    return there, _write_stretches(place, there, [data[: place.layout.slot_bytes] for data in out], scratch)
 
 
 def _write_stretches(place: Place, wanted: list[bool], slots: Sequence[Bytes], scratch: Scratch) -> Fault:
@@ -268,11 +301,16 @@ def _one_by_one(
     return ends, fault
 
 
-def _checked(place: Place, i: int, slot: Bytes, scratch: Scratch) -> tuple[ReadEnd, ExtentHeader | None]:
-    layout = place.layout
-    header = decode_extent(scratch.header(i).tobytes())
+def _checked(place: Place, i: int, closed: Bytes, slot: Bytes, scratch: Scratch) -> tuple[ReadEnd, ExtentHeader | None]:
+    """``closed`` is what was read; where the file is sealed it is opened into ``slot``, else it is that."""
+    layout, vault = place.layout, place.file.vault
+    page = scratch.header(i).tobytes()
+    found = None if vault is None else vault.open_header(page)
+    header = decode_extent(page) if vault is None else None if found is None else found.header
     if header is None or not belongs(header, place, place.first + i):
         return ReadEnd.TORN, None
+    if vault is not None and found is not None and not vault.open_slot(found, closed, slot):
+        return ReadEnd.TORN, header
     if not is_block(layout, slot, header.key, header.digests):
         return ReadEnd.TORN, header
     slot[layout.block_bytes + layout.layers * DIGEST_BYTES :] = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.format import HEADER_BYTES
 
 Bytes = NDArray[np.uint8]
@@ -53,11 +54,12 @@ def aligned(size: int) -> Bytes:
 
 class SegmentFile:
     """An open segment file. ``direct`` says whether its file system takes direct I/O from and to our memory, ``allocated``
-    whether it could set the space aside.
+    whether it could set the space aside. Its extents are sealed where it has a ``vault``.
     """
 
-    def __init__(self, io: Io, path: Path, number: int, size: int, fd: int, direct: bool) -> None:
+    def __init__(self, io: Io, path: Path, number: int, size: int, fd: int, direct: bool, vault: Vault | None = None) -> None:
         self._io = io
+        self.vault = vault
         self._fd = fd
         self.path = path
         self.number = number
@@ -66,7 +68,9 @@ class SegmentFile:
         self.allocated = True
 
     @classmethod
-    def open(cls, io: Io, path: Path, number: int, size: int | None, *, create: bool) -> SegmentFile:
+    def open(
+        cls, io: Io, path: Path, number: int, size: int | None, *, create: bool, vault: Vault | None = None
+    ) -> SegmentFile:
         """``size`` None: that of the file. All of it is allocated, again where the file has holes. OSError."""
         direct = True
         try:
@@ -82,7 +86,7 @@ class SegmentFile:
             fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
             if size is None:
                 size = io.stat(fd).st_size
-            file = cls(io, path, number, size, fd, direct)
+            file = cls(io, path, number, size, fd, direct, vault)
             file.grow(size)
             if direct:
                 file._require_direct()

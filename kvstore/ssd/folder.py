@@ -10,6 +10,7 @@ from pathlib import Path
 from moonpool.core.config import MIB
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId, checked_name
+from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.device import Device, size_words
 from moonpool.kvstore.ssd.files import Io, SegmentFile
 from moonpool.kvstore.ssd.format import HEADER_BYTES
@@ -25,19 +26,22 @@ def segment_size(cap: int) -> int:
 
 
 class Folder:
-    """``lock`` is an open, locked file; whoever holds it owns every segment file of the folder."""
+    """``lock`` is an open, locked file; whoever holds it owns every segment file of the folder. With a ``vault`` its files
+    are sealed.
+    """
 
-    def __init__(self, io: Io, path: Path, lock: int) -> None:
+    def __init__(self, io: Io, path: Path, lock: int, vault: Vault | None = None) -> None:
         self._io = io
+        self._vault = vault
         self.path = path
         self._lock = lock
 
     @classmethod
-    def claim(cls, io: Io, ssd_path: str, node: NodeId) -> Folder:
+    def claim(cls, io: Io, ssd_path: str, node: NodeId, vault: Vault | None = None) -> Folder:
         """ConfigError naming the folder: another process has it, or it cannot be made or written."""
         path = Path(ssd_path) / checked_name(node, "node")
         try:
-            return cls(io, path, _locked(path))
+            return cls(io, path, _locked(path), vault)
         except BlockingIOError as e:
             raise ConfigError(
                 f"store.ssd_path: {path} is in use by another process; give every store node its own name or its own path",
@@ -78,7 +82,7 @@ class Folder:
 
     def make(self, number: int, size: int) -> SegmentFile:
         """A new segment file, allocated. OSError: nothing is left of it."""
-        return SegmentFile.open(self._io, self.path_of(number), number, size, create=True)
+        return SegmentFile.open(self._io, self.path_of(number), number, size, create=True, vault=self._vault)
 
     def restore(self) -> None:
         """Make and lock the folder again where somebody removed it. OSError where that cannot be."""

@@ -27,13 +27,18 @@ MAX_COUNT = (1 << 32) - 1
 
 _SELF = struct.Struct("<QQ")  # xxh3_128 of all bytes before it
 _SEGMENT_MAGIC = b"MPSSDSEG"
-_SEGMENT = struct.Struct("<8sHHIQQQQ")  # magic, version, formatted, number, bytes, epoch, seen, extent bytes
+_SEGMENT = struct.Struct("<8sHHIQQQQ")  # magic, version, flags, number, bytes, epoch, seen, extent bytes
 _SHAPE = struct.Struct("<IIII")  # layers, kv heads, head dim, block tokens; then the texts
 _TEXT = struct.Struct("<H")
-_EXTENT_MAGIC = b"MPSSDEXT"
+EXTENT_MAGIC = b"MPSSDEXT"
 _EXTENT = struct.Struct("<8sHHHHIIQQ16s16s16sII")
 _BODY = HEADER_BYTES - _SELF.size
-MAX_LAYERS = (_BODY - _EXTENT.size - 2 * MAX_TEXT_BYTES) // DIGEST_BYTES
+SEALED_VERSION = 2  # of an extent header: what follows its front is encrypted
+SEALED_FRONT = struct.Struct("<8sHH8s16sQ")  # magic, version, 0, id of the key, life, number; see kvstore.sealing.vault
+_TAG_BYTES = 16
+SEALED_BODY_BYTES = HEADER_BYTES - SEALED_FRONT.size - 2 * _TAG_BYTES  # then the slot's tag, and the header's own
+MAX_LAYERS = (SEALED_BODY_BYTES - _EXTENT.size - 2 * MAX_TEXT_BYTES) // DIGEST_BYTES
+_HAS_LAYOUT, _SEALED_EXTENTS = 1, 2  # flags of a segment header
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class SegmentHeader:
     """``epoch`` is the sequence number at which the file was given its layout: headers of earlier lives do not carry it.
 
     ``seen`` is the wall-clock second at which somebody last registered the layout. ``layout`` None: holds nothing yet.
+    ``sealed``: its extents are encrypted.
     """
 
     number: int
@@ -48,6 +54,7 @@ class SegmentHeader:
     epoch: int
     seen: int
     layout: KVLayout | None
+    sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +122,8 @@ def _opened(raw: bytes, magic: bytes) -> bool:
 def encode_segment(header: SegmentHeader) -> bytes:
     layout = header.layout
     size = 0 if layout is None else extent_bytes(layout)
-    parts = [
-        _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, layout is not None, header.number, header.size, header.epoch, header.seen, size)
-    ]
+    flags = (_HAS_LAYOUT if layout is not None else 0) | (_SEALED_EXTENTS if header.sealed else 0)
+    parts = [_SEGMENT.pack(_SEGMENT_MAGIC, VERSION, flags, header.number, header.size, header.epoch, header.seen, size)]
     if layout is not None:
         parts.append(_SHAPE.pack(layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens))
         for text in (layout.model, layout.dtype, layout.order, layout.digest, layout.codec):
@@ -130,15 +136,16 @@ def decode_segment(raw: bytes) -> SegmentHeader | None:
     """None where these are no bytes of a segment header of this version."""
     if not _opened(raw, _SEGMENT_MAGIC):
         return None
-    _, version, formatted, number, size, epoch, seen, one = _SEGMENT.unpack_from(raw)
-    if version != VERSION:
+    _, version, flags, number, size, epoch, seen, one = _SEGMENT.unpack_from(raw)
+    if version != VERSION or flags & ~(_HAS_LAYOUT | _SEALED_EXTENTS):
         return None
-    if not formatted:
-        return SegmentHeader(number, size, epoch, seen, None)
+    sealed = bool(flags & _SEALED_EXTENTS)
+    if not flags & _HAS_LAYOUT:
+        return SegmentHeader(number, size, epoch, seen, None, sealed)
     layout = _layout(raw)
     if layout is None or extent_bytes(layout) != one:
         return None
-    return SegmentHeader(number, size, epoch, seen, layout)
+    return SegmentHeader(number, size, epoch, seen, layout, sealed)
 
 
 def _layout(raw: bytes) -> KVLayout | None:
@@ -166,9 +173,14 @@ def _layout(raw: bytes) -> KVLayout | None:
 
 
 def encode_extent(header: ExtentHeader) -> bytes:
+    return _sealed(encode_body(header))
+
+
+def encode_body(header: ExtentHeader) -> bytes:
+    """A header without what vouches for it."""
     tenant, kind = header.use.tenant.encode(errors="replace"), header.use.kind.encode(errors="replace")
     fixed = _EXTENT.pack(
-        _EXTENT_MAGIC,
+        EXTENT_MAGIC,
         VERSION,
         len(tenant),
         len(kind),
@@ -183,7 +195,7 @@ def encode_extent(header: ExtentHeader) -> bytes:
         min(max(header.use.turn, 0), MAX_COUNT),
         min(max(header.use.prompt_tokens, 0), MAX_COUNT),
     )
-    return _sealed(fixed + tenant + kind + encode_digests(header.digests))
+    return fixed + tenant + kind + encode_digests(header.digests)
 
 
 def encode_digests(digests: Sequence[int]) -> bytes:
@@ -193,13 +205,16 @@ def encode_digests(digests: Sequence[int]) -> bytes:
 
 def decode_extent(raw: bytes) -> ExtentHeader | None:
     """None where these are no bytes of an extent header of this version."""
-    if not _opened(raw, _EXTENT_MAGIC):
-        return None
+    return decode_body(raw[:_BODY]) if _opened(raw, EXTENT_MAGIC) else None
+
+
+def decode_body(raw: bytes) -> ExtentHeader | None:
+    """A header out of bytes that something else vouches for; None where they are none."""
     (_, version, tenant_len, kind_len, layers, segment, position, epoch, sequence, layout, key, parent, turn, prompt) = (
         _EXTENT.unpack_from(raw)
     )
     texts = _EXTENT.size + tenant_len + kind_len
-    if version != VERSION or texts + layers * DIGEST_BYTES > _BODY:
+    if version != VERSION or texts + layers * DIGEST_BYTES > len(raw):
         return None
     try:
         tenant = raw[_EXTENT.size : _EXTENT.size + tenant_len].decode()

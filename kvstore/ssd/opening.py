@@ -11,6 +11,7 @@ from moonpool.core.config import MIB, StoreConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
+from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.device import Device
 from moonpool.kvstore.ssd.files import Io, SegmentFile
 from moonpool.kvstore.ssd.folder import SEGMENTS, Folder, segment_size
@@ -50,19 +51,25 @@ def open_folder(
     io: Io,
     wall: Callable[[], float],
     progress: Progress,
+    vault: Vault | None = None,
 ) -> Opened:
-    """ConfigError: another process has the folder, it cannot be written, or the tier is too small for one block."""
-    folder = Folder.claim(io, config.ssd_path, node)
+    """With a ``vault`` everything is sealed, and files that are not are removed; without one it is the other way round.
+
+    ConfigError: another process has the folder, it cannot be written, or the tier is too small for one block."""
+    folder = Folder.claim(io, config.ssd_path, node, vault)
     files: dict[int, SegmentFile] = {}
     try:
         cap = folder.cap(config.ssd_bytes)
         require_room(cap, layouts)
         opened = Opened(folder, Space(), files, Scanned(), cap, 0, 1)
         opened.space.known = {layout.fingerprint: layout for layout in layouts}
-        headers = _adopt(opened, io)
+        headers = _adopt(opened, io, vault)
         _allocate(opened, int(wall()))
         with ThreadPoolExecutor(config.ssd_threads, "ssd scan") as pool:
             _look(opened, headers, pool, config.ssd_threads, int(wall()), progress)
+        if vault is not None and vault.strangers:
+            keys = ", ".join(vault.strangers)
+            opened.notes.append(f"blocks sealed with kv key {keys}, which is not here, are given up")
         return opened
     except BaseException:
         for file in files.values():
@@ -82,14 +89,14 @@ def require_room(cap: int, layouts: Sequence[KVLayout]) -> None:
             )
 
 
-def _adopt(opened: Opened, io: Io) -> list[SegmentHeader]:
+def _adopt(opened: Opened, io: Io, vault: Vault | None) -> list[SegmentHeader]:
     """Open what an earlier life left, as far as it fits under the cap: known layouts first. The rest is removed."""
     found: list[tuple[SegmentHeader, SegmentFile]] = []
     known, room = opened.space.known, opened.cap
     for number, path in opened.folder.found():
         opened.next_number = max(opened.next_number, number + 1)
         try:
-            file = SegmentFile.open(io, path, number, None, create=False)
+            file = SegmentFile.open(io, path, number, None, create=False, vault=vault)
         except OSError as e:
             opened.notes.append(f"{path.name} was removed: {e.strerror}")
             path.unlink(missing_ok=True)
@@ -99,6 +106,11 @@ def _adopt(opened: Opened, io: Io) -> list[SegmentHeader]:
             file.close()
             path.unlink(missing_ok=True)
             opened.notes.append(f"{path.name} was removed: it carries no header of this version")
+        elif header.sealed != (vault is not None):
+            file.close()
+            path.unlink(missing_ok=True)
+            was, setting = ("encrypted", "off") if header.sealed else ("not encrypted", "aes-gcm")
+            opened.notes.append(f"{path.name} was removed: its blocks are {was}, and security.kv_encryption is {setting}")
         else:
             found.append((header, file))
     found.sort(key=lambda pair: (pair[0].layout is None or pair[0].layout.fingerprint not in known, pair[0].number))
@@ -157,7 +169,7 @@ def make_segment(folder: Folder, number: int, size: int, now: int) -> SegmentFil
     """A new segment file with its header. OSError: nothing is left of it."""
     file = folder.make(number, size)
     try:
-        file.write_header(encode_segment(SegmentHeader(number, size, 0, now, None)))
+        file.write_header(encode_segment(SegmentHeader(number, size, 0, now, None, file.vault is not None)))
     except OSError:
         file.close()
         file.path.unlink(missing_ok=True)
@@ -172,15 +184,16 @@ def _look(
     space, epochs = opened.space, [0]
     for header in headers:
         file, layout, seen = opened.files[header.number], header.layout, header.seen
+        sealed = header.sealed
         known = layout is not None and layout.fingerprint in space.known
         epochs.append(header.epoch)
         try:
             if layout is not None and not known and now - seen > FORGET_S:
                 layout = None
-                file.write_header(encode_segment(SegmentHeader(file.number, file.size, header.epoch, now, None)))
+                file.write_header(encode_segment(SegmentHeader(file.number, file.size, header.epoch, now, None, sealed)))
             elif known and now - seen > SEEN_S:
                 seen = now
-                file.write_header(encode_segment(SegmentHeader(file.number, file.size, header.epoch, now, layout)))
+                file.write_header(encode_segment(SegmentHeader(file.number, file.size, header.epoch, now, layout, sealed)))
         except OSError:
             opened.scanned.counts["write_errors"] += 1
         space.put(Segment(file.number, file.size, layout, header.epoch, seen))

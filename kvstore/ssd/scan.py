@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.blocks import ReadEnd, Recovered
-from moonpool.kvstore.ssd.copying import LONGEST, Place, Scratch, belongs, read_run
+from moonpool.kvstore.ssd.copying import LONGEST, Place, Scratch, belongs, header_in, read_run
 from moonpool.kvstore.ssd.files import SegmentFile, aligned
 from moonpool.kvstore.ssd.format import (
     HEADER_BYTES,
     ExtentHeader,
     capacity,
-    decode_extent,
     extent_bytes,
     extent_of,
     offset_of,
@@ -125,7 +124,7 @@ def _headers(place: Place) -> tuple[list[ExtentHeader], int]:
             except OSError:
                 failed += 1
                 continue
-        header = decode_extent(memory[at : at + HEADER_BYTES].tobytes())
+        header = header_in(memory[at : at + HEADER_BYTES], place.file)
         if header is not None and belongs(header, place, place.first + i):
             out.append(header)
     return out, failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -154,6 +155,7 @@ class Segments:
         file = self._files.get(segment.number)
         if file is None:
             return False
+        header = replace(header, sealed=file.vault is not None)
         op = Op(Kind.WRITE, HEADER_BYTES, partial(_write_header, file, encode_segment(header)))
         self._flow.submit(op)
         (fault,) = await self._flow.settle([op])

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moonpool.core.config import StoreConfig
 from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
+from moonpool.kvstore.sealing.keys import KvKeys
+from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Recovered, Write
 from moonpool.kvstore.ssd.compaction import Compactor
 from moonpool.kvstore.ssd.erasing import Eraser
@@ -106,14 +108,17 @@ class SsdTier:
         wall: Callable[[], float] = time.time,
         progress: Progress = _silent,
         move_bytes_per_s: float = MOVE_BYTES_PER_S,
+        keys: KvKeys | None = None,
     ) -> SsdTier:
         """Locks the node's folder, allocates, and finds the blocks of an earlier life (``recovered``).
 
         ConfigError: the folder is in use by another process or cannot be written, others fill the file system, or a segment
         holds no block.
-        ``progress`` is called in another thread. ``clock`` times deadlines, ``wall`` dates layouts, both in seconds.
+        With ``keys`` the files are encrypted. ``progress`` is called in another thread. ``clock`` times deadlines, ``wall``
+        dates layouts, both in seconds.
         """
-        opened = await asyncio.to_thread(open_folder, config, node, layouts, io or Io(), wall, progress)
+        vault = None if keys is None else Vault(keys)
+        opened = await asyncio.to_thread(open_folder, config, node, layouts, io or Io(), wall, progress, vault)
         return cls(config, opened, clock, wall, move_bytes_per_s)
 
     def register(self, layout: KVLayout) -> list[Recovered]:

@@ -76,8 +76,8 @@ async def test_a_name_too_long_for_the_header_is_not_written(tmp_path: Path) -> 
 
 def sealed() -> tuple[bytes, np.ndarray]:
     (block,) = writes("p", 1)
-    raw = copy_of(block)
-    assert seal(raw, block)
+    raw = seal(copy_of(block), block)
+    assert raw is not None
     return block.key, raw
 
 
