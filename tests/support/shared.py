@@ -24,7 +24,7 @@ USE = Use("t", "chat", 2, 40)
 @asynccontextmanager
 async def shared_tier(path: object, node: str = "a", **given: Any) -> AsyncIterator[SharedTier]:
     """``given``: settings of the store without ``shared_``, and the parts that ``SharedTier.open`` takes."""
-    parts = {name: given.pop(name) for name in ("objects", "clock") if name in given}
+    parts = {name: given.pop(name) for name in ("objects", "clock", "keys") if name in given}
     config = StoreConfig(shared_path=str(path), **{f"shared_{name}": value for name, value in given.items()})
     tier = await SharedTier.open(config, NodeId(node), **parts)
     try:

@@ -21,6 +21,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
+from moonpool.kvstore.sealing.keys import KvKeys
 from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Write
 from moonpool.kvstore.ssd.files import Io
 from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_bytes, offset_of, split_extent
@@ -36,10 +37,17 @@ def config(folder: Path, **settings: Any) -> StoreConfig:
 
 
 async def tier(
-    folder: Path, *layouts: KVLayout, io: Io | None = None, wall: Callable[[], float] = time.time, **settings: Any
+    folder: Path,
+    *layouts: KVLayout,
+    io: Io | None = None,
+    wall: Callable[[], float] = time.time,
+    keys: KvKeys | None = None,
+    **settings: Any,
 ) -> SsdTier:
-    """Compaction is not slowed down."""
-    return await SsdTier.open(config(folder, **settings), NODE, layouts or (SMALL,), io=io, wall=wall, move_bytes_per_s=0.0)
+    """Compaction is not slowed down. Encrypted where there are ``keys``."""
+    return await SsdTier.open(
+        config(folder, **settings), NODE, layouts or (SMALL,), io=io, wall=wall, move_bytes_per_s=0.0, keys=keys
+    )
 
 
 async def put(of: SsdTier, layout: KVLayout, names: Sequence[int], chain: bool = False) -> dict[int, int]:
