@@ -37,7 +37,9 @@ def make(
         list[str] | None,
         typer.Option("--https", metavar="HOST", help="Of a gateway's HTTPS, for this name or address."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the files; default: STATE/tls/ID, STATE/https.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of the files; default: STATE/tls/ID or STATE/https.")
+    ] = None,
     days: Days = 90,
     authority: AuthorityFolder = None,
     name: ClusterName = None,
