@@ -127,10 +127,17 @@ class Gate:
     def _meter(self, kind: str, name: str) -> Meter:
         meter = self._meters.get((kind, name))
         if meter is None:
-            if self._keys is not None and len(self._meters) > len(self._keys().book.keys) * 2 + SPARE_METERS:
-                self._meters = {who: one for who, one in self._meters.items() if one.in_flight}  # names long revoked
+            self._forget()
             meter = self._meters[kind, name] = Meter(self._clock())
         return meter
+
+    def _forget(self) -> None:
+        """Names that have left the file, once there are many."""
+        assert self._keys is not None  # nothing is metered without
+        book = self._keys().book
+        if len(self._meters) > 2 * len(book.keys) + SPARE_METERS:
+            known = {key.name for key in book.keys}.union(book.tenant_names)
+            self._meters = {who: one for who, one in self._meters.items() if who[1] in known or one.in_flight}
 
     def take_places(self, caller: Caller, n: int, limit: int) -> None:
         """``n`` of the gateway's ``limit`` places in flight. Overloaded where all are taken, or the tenant has its part.

@@ -68,11 +68,6 @@ class Meter:
         self.requests, self.tokens = Bucket(now), Bucket(now)
         self.in_flight = 0
 
-    def idle(self, rates: Rates, now: float) -> bool:
-        """Nothing would change if it were forgotten."""
-        requests = not rates.requests or self.requests.left(rates.requests, now) >= rates.requests
-        return requests and not self.in_flight and (not rates.tokens or self.tokens.left(rates.tokens, now) >= rates.tokens)
-
     def short(self, rates: Rates, now: float) -> Short | None:
         """Why a request cannot be let in now, as far as is known before its body; None: it can."""
         if rates.concurrent and self.in_flight >= rates.concurrent:
