@@ -22,6 +22,7 @@ from moonpool.engine.engine import Engine, load_engine
 from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
+from moonpool.kvstore.sealing.keys import kv_keys
 from moonpool.prefill_worker.worker import PrefillWorker
 from moonpool.wire import channels
 from support.workers import Asker, Crowd, Gateway, config_for, generate, idle, member, ref
@@ -84,7 +85,9 @@ async def _server(stack: AsyncExitStack) -> tuple[grpc.aio.Server, str]:
 
 async def _push_from(stack: AsyncExitStack, store: StoreNode, config: Config) -> None:
     """Lets ``store`` push blocks to other nodes."""
-    pusher = Pusher(store.member, store.layout, store.regions.views, config.transfer)
+    keys = kv_keys(config, Path.home())
+    key = None if keys is None else keys.current
+    pusher = Pusher(store.member, store.layout, store.regions.views, config.transfer, key=key)
     stack.push_async_callback(pusher.close)
 
     async def push(order: PushOrder) -> Moved:
@@ -107,12 +110,13 @@ async def split_path(
     prefill_pages: int | None = None,
     prefill_config: dict[str, Any] | None = None,
     store: dict[str, Any] | None = None,
+    security: dict[str, Any] | None = None,
     decode_kind: type[DecodeWorker] = DecodeWorker,
     **engine: Any,
 ) -> AsyncIterator[Split]:
     """``nodes``: of the prefill workers, of the decode worker; one store node for each node. No prefill worker: role both.
 
-    ``store``: values of that section.
+    ``store``, ``security``: values of these sections.
     """
     base = config_for(model, **engine)
     async with AsyncExitStack() as stack:
@@ -129,6 +133,7 @@ async def split_path(
                     **(store or {}),
                 },
                 "transfer": {"carrier": carrier},
+                "security": security or {},
                 "timing": base.timing.model_dump() | {"heartbeat_ms": 50, "silent_after_ms": 500, "kill_after_ms": 0},
                 "cluster": base.cluster.model_dump() | {"name": folder.name[:40], "state_dir": str(folder)},
             }
