@@ -2,6 +2,7 @@
 
 A conductor has ``timing.place_timeout_ms`` for its first word. Where that is "waiting", the call stays open for as long as
 the request lives, under a vigil: a conductor that is lost meanwhile is passed over within two seconds.
+One that was passed over is not asked first for a while; the leading one is otherwise, for it alone moves blocks about.
 With none reachable a request waits, bounded in number by the gateway's own limit and in time by
 ``timing.conductor_wait_ms``, and is then refused with NoPath.
 """
@@ -9,16 +10,20 @@ With none reachable a request waits, bounded in number by the gateway's own limi
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from moonpool.cluster.gateway.suspects import Suspects
 from moonpool.cluster.gateway.vigil import Vigils
+from moonpool.core.breaker import Breaker, Pace
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import Bug, DeadlinePassed, Failure, NoPath, Reason
-from moonpool.core.ids import Role
+from moonpool.core.ids import Incarnation, MemberId, Role
 from moonpool.core.membership import Member, MemberChange, Peers
 from moonpool.core.placement import Finished, Placement, PlaceRequest
 from moonpool.wire import pb
@@ -30,6 +35,8 @@ RETRY_AFTER_S = 2.0  # said to clients when nobody can place: about how long a r
 _ASK_AGAIN_S = 0.2  # between rounds over all conductors, unless membership changes first
 _FINISHED_TIMEOUT_S = 2.0
 _FINISHED_LIMIT = 1_024  # reports under way; more are dropped: bookings are rebuilt from workers' reports anyway
+_PACE = Pace(failures=1, first_s=1.0, longest_s=10.0, probe_s=5.0)  # of conductors that are passed over
+_WORKERS = (Role.PREFILL, Role.DECODE, Role.BOTH)
 _DOWN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
@@ -40,7 +47,10 @@ class Conductors:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
+        self._now = asyncio.get_running_loop().time
         self._preferred = ""  # the address that answered last
+        self._breakers: dict[tuple[MemberId, Incarnation], Breaker] = {}
+        self._suspects = Suspects()
         self._vigils = Vigils(self._stub, timing.place_timeout_ms / 1000)
         self._unsubscribe = peers.subscribe(self._on_change)
         self.waiting = 0  # requests asking or waiting for a conductor
@@ -51,7 +61,17 @@ class Conductors:
         """Requests that wait in a conductor's queue."""
         return self._vigils.waiting
 
+    @property
+    def avoided(self) -> int:
+        """Workers that are left out of placements, because they keep failing."""
+        return self._suspects.count(self._now())
+
+    def ended(self, placement: Placement, reason: Reason | None, peer: str) -> None:
+        """How an attempt ended: ``reason`` why it failed, ``peer`` who failed it, where that is known; None: it answered."""
+        self._suspects.ended(placement, reason, peer, self._now(), random.random())
+
     def _on_change(self, change: MemberChange) -> None:
+        self._suspects.heard(change)
         if change.member.role is Role.CONDUCTOR:
             self._changed.set()
             self._vigils.on_change(change)
@@ -62,17 +82,31 @@ class Conductors:
         Raises what the conductor refuses with, NoPath where none answers in time, DeadlinePassed where the request still
         waits for a worker when its time is over.
         """
-        message = to_wire(request, pb.conductor.PlaceRequest())
         asked: set[str] = set()
         self.waiting += 1
         try:
-            return await self._place(message, asked, deadline)
+            placement, conductor = await self._place_elsewhere(request, asked, deadline)
+            self._suspects.placed(placement, self._now())
+            return placement, conductor
         except asyncio.CancelledError:
             for address in asked:  # it may have booked what nobody will use
                 self.tell(address, Finished(request.request, request.attempt, booking=0, outcome=Reason.CANCELLED))
             raise
         finally:
             self.waiting -= 1
+
+    async def _place_elsewhere(self, request: PlaceRequest, asked: set[str], deadline: float) -> tuple[Placement, str]:
+        """Without workers that keep failing, if it can be done without."""
+        live = [member for role in _WORKERS for member in self._peers.live(role)]
+        avoid = [worker for worker in self._suspects.avoid(live, self._now()) if worker not in request.exclude]
+        if avoid:
+            fewer = replace(request, exclude=(*request.exclude, *avoid))
+            try:
+                return await self._place(to_wire(fewer, pb.conductor.PlaceRequest()), asked, deadline)
+            except NoPath:
+                if not any(self._in_order()):
+                    raise
+        return await self._place(to_wire(request, pb.conductor.PlaceRequest()), asked, deadline)
 
     async def _place(self, message: pb.conductor.PlaceRequest, asked: set[str], deadline: float) -> tuple[Placement, str]:
         loop = asyncio.get_running_loop()
@@ -84,11 +118,15 @@ class Conductors:
                 asked.add(member.address)
                 question = _Question(self._stub(member.address), message, deadline)
                 first_s = min(give_up - loop.time(), self._timing.place_timeout_ms / 1000)
+                breaker = self._breakers.setdefault((member.id, member.incarnation), Breaker(_PACE))
+                breaker.begin(self._now())
                 reply = await self._answer(member, question, first_s)
                 if reply is not None:
+                    breaker.succeeded(self._now())
                     self._preferred = member.address
                     return _placement(reply), member.address
                 self.passed_over += 1
+                breaker.failed(self._now(), random.random())
                 if question.waited:  # it was answered until now: what is left of its patience starts anew
                     give_up = min(deadline, loop.time() + wait_s)
             left = give_up - loop.time()
@@ -100,8 +138,14 @@ class Conductors:
             await self._wait_for_change(min(left, _ASK_AGAIN_S))
 
     def _in_order(self) -> list[Member]:
-        live = [m for m in self._peers.live(Role.CONDUCTOR) if m.ready]
-        return sorted(live, key=lambda m: m.address != self._preferred)
+        live, now = [m for m in self._peers.live(Role.CONDUCTOR) if m.ready], self._now()
+
+        def rank(member: Member) -> tuple[bool, int, bool]:
+            breaker = self._breakers.get((member.id, member.incarnation))
+            passed_over = breaker is not None and not breaker.allows(now)
+            return passed_over, -member.term, member.address != self._preferred
+
+        return sorted(live, key=rank)
 
     async def _answer(self, member: Member, question: _Question, first_s: float) -> pb.conductor.PlaceReply | None:
         """None: it is down, or lost while the request waited there; try the next one."""
@@ -136,6 +180,8 @@ class Conductors:
         return channel
 
     def _forget_old(self) -> None:
+        lives = {(m.id, m.incarnation) for m in self._peers.live(Role.CONDUCTOR)}
+        self._breakers = {life: breaker for life, breaker in self._breakers.items() if life in lives}
         live = {m.address for m in self._peers.live(Role.CONDUCTOR)}
         for address in self._channels.keys() - live:
             self._spawn(_close(self._channels.pop(address)))

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Mapping
 
-from moonpool.cluster.gateway.attempts import Attempts
+from moonpool.cluster.gateway.attempts import AttemptEnded, Attempts
 from moonpool.cluster.gateway.bodies import ChatBody, SamplingBody
 from moonpool.cluster.gateway.choice import Choice
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
@@ -151,7 +151,12 @@ class Intake:
         )
         detokeniser = Detokeniser(self._prompts.tokenizer.tokens.text_bytes, request.prompt)
         choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens)
-        return Run(ledger, choice, lifetime, Attempts(ledger, lifetime, self._conductors, self._streams))
+        conductors = self._conductors
+
+        def judge(end: AttemptEnded) -> None:
+            conductors.ended(end.placement, end.reason, end.peer)
+
+        return Run(ledger, choice, lifetime, Attempts(ledger, lifetime, conductors, self._streams, on_ended=judge))
 
 
 def _target(headers: Mapping[str, str], name: str, default: float) -> float | None:

@@ -118,6 +118,7 @@ class Gateway:
             "placing": float(self._conductors.waiting),
             "waiting_at_conductors": float(self._conductors.queued),
             "conductors_passed_over": float(self._conductors.passed_over),
+            "workers_avoided": float(self._conductors.avoided),
             "connections": float(len(self._server.server_state.connections)),
         }
 
