@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moonpool import __version__
 from moonpool.cluster.admin import Admin
 from moonpool.cluster.face import Face
 from moonpool.cluster.identity.folders import take
+from moonpool.cluster.incarnations import Incarnations
 from moonpool.cluster.leaving import budget_s, drain
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
@@ -19,8 +20,8 @@ from moonpool.cluster.reporter import Reporter
 from moonpool.cluster.role_switch import checked_role, keep_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import Busy, MoonpoolError
-from moonpool.core.ids import Incarnation, Role
-from moonpool.core.membership import Member, Service
+from moonpool.core.ids import Role
+from moonpool.core.membership import Liveness, Member, Service
 
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
@@ -67,7 +68,9 @@ class Process:
         self._return: asyncio.Task[None] | None = None
         self._switching: asyncio.Task[None] | None = None
         self._closing = False
-        self._member = Member(spec.member, spec.role, spec.node, _now(), address="", pid=os.getpid(), ready=False)
+        self._incarnations = Incarnations(spec.state_dir, spec.member)
+        life = self._incarnations.next()
+        self._member = Member(spec.member, spec.role, spec.node, life, "", os.getpid(), ready=False, version=__version__)
 
     async def start(self) -> None:
         """Loads, serves, joins; returns when ready. MoonpoolError where it cannot be."""
@@ -177,6 +180,8 @@ class Process:
         if self._closing:  # nothing of its is in flight any more, and what it still has to put away is its own
             return
         self._say(f"fenced: {why}")
+        if replaced and self._peers and (taken := self._peers.get(self.spec.member)) and taken.liveness is not Liveness.LIVE:
+            self._incarnations.heard(taken.member.incarnation)  # not by a process that lives, but by a clock that was ahead
         if replaced or self._switching or self._made is None or self._peers is None:
             self._die(EXIT_FENCED)
             return
@@ -186,7 +191,7 @@ class Process:
         """Drops everything that the fenced life held, and joins as a newer one; ends the process where that fails."""
         try:
             async with asyncio.timeout(COME_BACK_S):
-                self._member = replace(self._member, incarnation=_now(), ready=False)
+                self._member = replace(self._member, incarnation=self._incarnations.next(), ready=False)
                 if made.again:
                     await self._live_again(made, made.again, peers)
                 else:
@@ -230,7 +235,7 @@ class Process:
         try:
             async with asyncio.timeout(COME_BACK_S):
                 await asyncio.to_thread(keep_role, self.spec.state_dir, self.spec.member, role)
-                self._member = replace(self._member, role=role, incarnation=_now())
+                self._member = replace(self._member, role=role, incarnation=self._incarnations.next())
                 await self._live_again(made, again, peers)
         except Exception as e:  # noqa: BLE001  a restart comes back in the new role
             self._log.error("cannot switch", role=role.value, exc_info=e)
@@ -238,10 +243,6 @@ class Process:
             return
         self._switching = None
         self._say(f"back as {role.value}, life {self._member.incarnation}")
-
-
-def _now() -> Incarnation:
-    return Incarnation(time.time_ns())
 
 
 def _in_one_line(spec: RoleSpec, error: BaseException) -> str:

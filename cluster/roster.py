@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from moonpool.core.errors import LayoutMismatch
 from moonpool.core.ids import Incarnation, MemberId
-from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.core.membership import PROTOCOL, Liveness, Member, MemberChange
 
 
 class Fenced(Exception):
@@ -101,11 +101,20 @@ class Roster:
 
 
 def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
-    """Equal layout, hash key and model name as everybody not gone; two that differ would never share a block, silently."""
+    """Equal protocol, layout, hash key and model name as everybody not gone.
+
+    Two that differ would misunderstand one another, or never share a block, silently. Versions of the package may differ.
+    """
+    if member.protocol != PROTOCOL:
+        raise LayoutMismatch(_protocols(member.protocol, f"{member.id}{_of(member)}", PROTOCOL, "the registry"))
     for change in known:
         other = change.member
         if change.liveness is Liveness.GONE or other.id == member.id:
             continue
+        if member.protocol != other.protocol:
+            raise LayoutMismatch(
+                _protocols(member.protocol, f"{member.id}{_of(member)}", other.protocol, f"{other.id}{_of(other)}")
+            )
         if member.layout and other.layout:
             member.layout.require_same(other.layout, f"{other.id} ({other.address})")
         for field in ("hash_key_id", "model"):
@@ -119,6 +128,17 @@ def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
                 f"kv key differs: {_kv_key(member)}, {_kv_key(other)}; start both with the same security.kv_encryption "
                 "and security.kv_key_file"
             )
+
+
+def _protocols(mine: int, me: str, theirs: int, them: str) -> str:
+    return (
+        f"protocol differs: {mine} at {me}, {theirs} at {them}; run versions of one protocol in a cluster, or stop all of it "
+        "before starting the other version"
+    )
+
+
+def _of(member: Member) -> str:
+    return f" (moonpool {member.version})" if member.version else ""
 
 
 def _kv_key(member: Member) -> str:

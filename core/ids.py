@@ -25,6 +25,11 @@ class Role(StrEnum):
     GATEWAY = "gateway"
 
 
+def newer_than(wall_ns: int, newest: Incarnation) -> Incarnation:
+    """A new life's number: the wall clock's, unless that was set back behind ``newest``, the largest one known of its name."""
+    return Incarnation(max(wall_ns, newest + 1))
+
+
 def checked_name(value: str, field: str) -> str:
     """``value`` if it can be part of file names, metric labels and Ray actor names; ConfigError otherwise."""
     if not _NAME.match(value):

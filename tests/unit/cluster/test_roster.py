@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cluster.roster import Fenced, Roster
+from moonpool.cluster.roster import Fenced, Roster, require_agreement
 from moonpool.core.errors import LayoutMismatch
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.layout import KVLayout
-from moonpool.core.membership import Liveness, Member, MemberChange
+from moonpool.core.membership import PROTOCOL, Liveness, Member, MemberChange
 
 LAYOUT = KVLayout("m", layers=2, kv_heads=1, head_dim=8, dtype="float32")
 
@@ -116,3 +116,22 @@ def test_a_life_never_goes_back_and_the_newest_one_is_known(steps: list[tuple[st
             assert order.index(change.liveness) >= order.index(before)
             seen[change.member.incarnation] = change.liveness
     assert [c.member.incarnation for c in roster.snapshot()] == ([newest] if newest else [])
+
+
+def test_a_member_of_another_protocol_is_refused_with_both_named_and_what_to_do() -> None:
+    roster = Roster(1.0)
+    roster.join(member("store-a", version="2.0.0"), 0.0)
+    with pytest.raises(LayoutMismatch, match=rf"protocol differs: 7 at prefill-0 \(moonpool 3.1.0\), {PROTOCOL} at .*; run "):
+        roster.join(member(protocol=7, version="3.1.0"), 0.0)
+    with pytest.raises(LayoutMismatch, match=f"protocol differs: {PROTOCOL} at prefill-0, 7 at store-b"):
+        require_agreement(member(), [MemberChange(member("store-b", protocol=7), Liveness.LIVE)])
+    with pytest.raises(LayoutMismatch, match="protocol differs: 0 at prefill-0"):
+        roster.join(member(protocol=0), 0.0)  # of before protocols were told
+
+
+def test_members_of_one_protocol_may_be_exchanged_one_by_one_for_those_of_another_version() -> None:
+    roster = Roster(1.0)
+    for name in ("prefill-0", "prefill-1"):
+        roster.join(member(name, version="2.0.0"), 0.0)
+    for name in ("prefill-0", "prefill-1"):
+        assert told(roster.join(member(name, 2, version="2.1.0"), 0.1)) == [(1, "gone"), (2, "live")]
