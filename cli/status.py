@@ -29,13 +29,15 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Who is in the cluster: liveness, incarnation, readiness and gauges of every process."""
-    from moonpool.cluster.survey import survey
+    from moonpool.cluster.survey import leader_of, survey
 
     running = find(name, config_file, settings)
     answers = asyncio.run(survey(running.registry))
     if as_json:
         url = running.local.url if running.local else ""
-        print(json.dumps({"registry": running.registry, "url": url, "members": [a.to_json() for a in answers]}, indent=2))
+        leading = leader_of(answers)
+        facts = {"registry": running.registry, "url": url, "leader": leading.id if leading else ""}
+        print(json.dumps({**facts, "members": [a.to_json() for a in answers]}, indent=2))
     else:
         _print(answers)
     if require_carrier:
@@ -54,7 +56,12 @@ def _require_carrier(answers: list[Answer], carrier: str) -> None:
 
 
 def _print(answers: list[Answer]) -> None:
-    """One line a member, then its gauges that are not zero, wrapped to the terminal."""
+    """Who leads; one line a member, then its gauges that are not zero, wrapped to the terminal."""
+    from moonpool.cluster.survey import leader_of
+
+    leading = leader_of(answers)
+    if leading is not None:
+        print(f"leading conductor: {leading.id}, term {leading.term}")
     for answer in answers:
         member = answer.change.member
         ready = "ready" if member.ready else "not ready"

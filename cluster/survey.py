@@ -12,7 +12,7 @@ import grpc
 from moonpool.cluster.etcd.address import is_etcd
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import Role
-from moonpool.core.membership import Liveness, MemberChange
+from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire
@@ -58,6 +58,12 @@ async def members(registry: str) -> list[MemberChange]:
 
 async def survey(registry: str) -> list[Answer]:
     return list(await asyncio.gather(*(_ask(change) for change in await members(registry))))
+
+
+def leader_of(answers: list[Answer]) -> Member | None:
+    """The conductor that acts in the background; None where none does."""
+    live = [a.change.member for a in answers if a.change.liveness is Liveness.LIVE and a.change.member.term]
+    return max(live, key=lambda member: member.term, default=None)
 
 
 def carriers_between_nodes(answers: list[Answer]) -> set[str]:
