@@ -18,7 +18,7 @@ class Need(StrEnum):
     COMPILER = "a C compiler"
 
 
-SILENT_MS, KILL_MS = 1_000, 3_000  # timing.silent_after_ms and timing.kill_after_ms of the cluster that is struck
+SILENT_MS, KILL_MS = 1_000, 5_000  # timing.silent_after_ms and timing.kill_after_ms of the cluster that is struck
 ROLES = (Role.PREFILL, Role.DECODE, Role.STORE, Role.CONDUCTOR, Role.GATEWAY)
 REGISTRY = "registry"
 
@@ -43,7 +43,7 @@ def _stops() -> list[Kind]:
         kinds.append(Kind(f"pause-{role}", "stop", (0.4, 0.7), f"SIGSTOP of a {role}, shorter than silent_after_ms", role))
         kinds.append(Kind(f"freeze-{role}", "stop", (1.4, 2.4), f"SIGSTOP of a {role}, longer than silent_after_ms", role))
     for role in ROLES:
-        kinds.append(Kind(f"hang-{role}", "hang", (8.0, 8.0), f"SIGSTOP of a {role}, longer than kill_after_ms", role))
+        kinds.append(Kind(f"hang-{role}", "hang", (9.0, 9.0), f"SIGSTOP of a {role}, longer than kill_after_ms", role))
     return kinds
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +17,38 @@ import numpy as np
 from moonpool.bench.chaos.catalogue import Conversation, Turn
 from moonpool.bench.chaos.runlog import RunLog
 from moonpool.bench.chaos.tally import End, Ended
+from moonpool.core.errors import STATUS, Reason
 
-CLIENTS = 8
+CLIENTS = 6
 ANSWER_S = 90.0  # a client gives up; longer than the cluster's own budget
 CANCELLED_SHARE = 0.08
 CONNECT_S = 2.0
-THINK_S = 0.15
+THINK_S = 0.3
 REFUSED_PAUSE_S = 0.5
 GATEWAYS = ("gateway-0", "gateway-1")
 
 
+# Reasons that a client may be refused for: not now, or not in time. Any other error is a defect.
+CLEAN = frozenset(
+    reason.value for reason in Reason if STATUS[reason][0] in (429, 503, 504) and reason is not Reason.DIGEST_MISMATCH
+)
+
+
 class BadAnswerError(Exception):
     """An answer that is no answer of the API."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Error:
+    code: str
+    why: str
+
+    @classmethod
+    def of(cls, where: str, value: dict[str, Any]) -> _Error:
+        told = value.get("error")
+        if not isinstance(told, dict):
+            raise BadAnswerError(f"{where}without an error object")
+        return cls(str(told.get("code")), f"{where}{told.get('code')}: {told.get('message')}")
 
 
 @dataclass(slots=True)
@@ -43,12 +63,10 @@ class Asked:
 
 
 class Load:
-    """``urls`` are the gateways', kept fresh by whoever owns the mapping. ``struck(gateway, since)``: it was being struck at
-    some time after ``since``.
-    """
+    """``urls`` are the gateways', kept fresh by whoever owns the mapping; ``gateway_struck``: when each was last struck."""
 
-    def __init__(self, asked: Sequence[Conversation], urls: Mapping[str, str], log: RunLog, seed: int) -> None:
-        self._conversations, self._urls, self._log, self._seed = asked, urls, log, seed
+    def __init__(self, asked: Sequence[Conversation], urls: dict[str, str], log: RunLog, seed: int) -> None:
+        self.conversations, self.urls, self._log, self._seed = asked, urls, log, seed
         self.in_flight: dict[int, Asked] = {}
         self.ended: list[Ended] = []
         self.gateway_struck: dict[str, float] = {}  # when a gateway was last being struck
@@ -57,22 +75,28 @@ class Load:
         self._session: aiohttp.ClientSession | None = None
         self._clients: list[asyncio.Task[None]] = []
 
-    def begin(self) -> None:
+    def open(self) -> None:
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+
+    async def close(self) -> None:
+        if self._session:
+            await self._session.close()
+
+    def begin(self) -> None:
+        self.open()
         self._clients = [asyncio.create_task(self._client(n), name=f"client-{n}") for n in range(CLIENTS)]
 
     async def end(self) -> None:
         """No further request is sent; those under way end by themselves, within ``ANSWER_S``."""
         self._running = False
         await asyncio.gather(*self._clients)
-        if self._session:
-            await self._session.close()
+        await self.close()
 
     async def _client(self, number: int) -> None:
         rng = np.random.default_rng((self._seed, number))
         while self._going():
-            conversation = self._conversations[int(rng.integers(len(self._conversations)))]
+            conversation = self.conversations[int(rng.integers(len(self.conversations)))]
             for turn in range(len(conversation.answers)):
                 if self._going():
                     await self._until_answered(conversation, turn, rng)
@@ -86,7 +110,7 @@ class Load:
         first = int(rng.integers(2))
         cancel_at = int(rng.integers(1, 40)) if rng.random() < CANCELLED_SHARE else None
         for again in range(4):
-            ended = await self._ask(GATEWAYS[(first + again) % 2], conversation, turn, cancel_at)
+            ended = await self.ask(GATEWAYS[(first + again) % 2], conversation, turn, cancel_at)
             if ended is None:  # nobody there: not a request yet
                 await asyncio.sleep(0.05)
                 continue
@@ -95,7 +119,7 @@ class Load:
             if ended.end is not End.CUT:
                 return
 
-    async def _ask(self, gateway: str, conversation: Conversation, turn: int, cancel_at: int | None) -> Ended | None:
+    async def ask(self, gateway: str, conversation: Conversation, turn: int, cancel_at: int | None) -> Ended | None:
         """One request; None where no connection could be made."""
         self._numbers += 1
         asked = Asked(self._numbers, gateway, self._log.now())
@@ -128,7 +152,7 @@ class Load:
                 if asked.ids != list(want[: len(asked.ids)]):
                     return End.WRONG, "ids differ from the oracle's"
                 if error:
-                    return End.REFUSED, error
+                    return (End.REFUSED if error.code in CLEAN else End.BROKEN), error.why
                 if cancel_at is not None and len(asked.ids) >= cancel_at:
                     return End.CANCELLED, ""
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
@@ -144,7 +168,7 @@ class Load:
     def _was_struck(self, asked: Asked) -> bool:
         return self.gateway_struck.get(asked.gateway, -1.0) >= asked.sent_s
 
-    async def _answer(self, asked: Asked, prompt: Sequence[int], turn: Turn) -> AsyncIterator[tuple[list[int], str]]:
+    async def _answer(self, asked: Asked, prompt: Sequence[int], turn: Turn) -> AsyncIterator[tuple[list[int], _Error | None]]:
         """(ids, error) as they come; ends with the answer's own end."""
         assert self._session is not None
         body = {
@@ -157,25 +181,25 @@ class Load:
             "return_token_ids": True,
             "stream": turn.stream,
         }
-        async with self._session.post(f"{self._urls[asked.gateway]}/v1/completions", json=body) as response:
+        async with self._session.post(f"{self.urls[asked.gateway]}/v1/completions", json=body) as response:
             asked.request = response.headers.get("x-moonpool-request-id", "")
             if response.status != 200 or not turn.stream:
                 value = _parsed(await response.read())
                 if response.status != 200:
-                    yield [], f"{response.status} {value.get('error', {}).get('message', '')}"
+                    yield [], _Error.of(f"{response.status} ", value)
                     return
                 asked.finished = True
-                yield value["choices"][0]["token_ids"], ""
+                yield value["choices"][0]["token_ids"], None
                 return
             async for said in _events(response):
                 if said is None:
                     asked.finished = True
                     return
                 if "error" in said:
-                    yield [], f"event: {said['error'].get('message', '')}"
+                    yield [], _Error.of("event ", said)
                     return
                 for choice in said["choices"]:
-                    yield choice.get("token_ids", []), ""
+                    yield choice.get("token_ids", []), None
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | None]:

@@ -13,6 +13,7 @@ COLOURS = {
     End.CANCELLED: "tab:gray",
     End.REFUSED: "tab:orange",
     End.CUT: "tab:blue",
+    End.BROKEN: "tab:purple",
     End.LOST: "black",
     End.WRONG: "red",
 }

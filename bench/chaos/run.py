@@ -146,7 +146,7 @@ class _Run:
         await self._warm(asked)
         before = await house.numbers()
         load = Load(asked, house.urls, log, self._options.seed)
-        striking, further = Striking(house, load, log), Further(house.urls)
+        striking, further = Striking(house, load, log, self._tally.least), Further(house.urls)
         log.begin()
         load.begin()
         beside = [asyncio.create_task(further.watch()), asyncio.create_task(self._progress(load, striking))]

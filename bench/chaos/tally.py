@@ -20,10 +20,14 @@ CAPACITY_TARGET_MS = 30_000.0
 class End(StrEnum):
     COMPLETED = "completed"  # every id is the oracle's
     WRONG = "wrong"
-    REFUSED = "refused"  # a clean error: a status, or an error event in a stream
+    REFUSED = "refused"  # a clean error: 429, 503 or 504, or an error event of that meaning in a stream
+    BROKEN = "internal_errors"  # any other error
     CANCELLED = "cancelled"  # by the client, on purpose; what came before was right
     CUT = "gateway_connections_cut"
     LOST = "lost"
+
+
+BAD = (End.WRONG, End.LOST, End.BROKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Tally:
 
     def faults(self) -> list[str]:
         """Why the run is a bad one; empty for a good one."""
-        found = [f"{name}: {n}" for name, n in (("wrong", self.count(End.WRONG)), ("lost", self.count(End.LOST))) if n]
+        found = [f"{name}: {n}" for name, n in ((end.value, self.count(end)) for end in BAD) if n]
         found += [f"leaked: {len(self.leaks)}"] if self.leaks else []
         found += [f"{kind} struck {n} of {self.least} times" for kind, n in sorted(self.too_few().items())]
         return found
@@ -169,6 +173,7 @@ def figures(tally: Tally, load_s: float) -> dict[str, object]:
         "refused_because_of_fault_outside_windows": refused_late(tally.struck, tally.ended),
         "cancelled": ends["cancelled"],
         "gateway_connections_cut": ends["gateway_connections_cut"],
+        "internal_errors": ends["internal_errors"],
         "wrong": ends["wrong"],
         "lost": ends["lost"],
         "leaked": len(tally.leaks),
