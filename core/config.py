@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MIB = 1 << 20
 GIB = 1 << 30
+NAN_BYTE = 0xFF  # a number of any float format made of it is NaN
 
 
 class _Values(BaseModel):
@@ -91,6 +92,7 @@ class TimingConfig(_Values):
     place_timeout_ms: int = Field(1_000, ge=10, description="one conductor's time to answer; then the next is asked")
     conductor_wait_ms: int = Field(10_000, ge=0, description="a request waits this long for any conductor, then gets 503")
     path_wait_ms: int = Field(10_000, ge=0, description="a request that has begun waits this long for a worker to take it on")
+    stuck_after_ms: int = Field(60_000, ge=1_000, description="a loop with work that does nothing this long is not alive")
     drain_ms: int = Field(10_000, ge=0, description="a leaving worker finishes what it can this long, then hands the rest over")
 
 
@@ -126,7 +128,9 @@ class SecurityConfig(_Values):
         "off", description="KV bytes between hosts, on SSD and on the shared tier are encrypted and authenticated (AES-256-GCM)"
     )
     kv_key_file: str = Field("", description="the cluster's 32-byte KV key; empty: kv.key beside cluster.key_file")
-    zeroise: bool = Field(False, description="overwrite pages and slots with zeros when they are freed")
+    zeroise: bool = Field(
+        False, description="overwrite freed pages and slots, erased blocks on SSD and region files at exit with zeros"
+    )
     min_hit_tokens: int = Field(0, ge=0, description="prefix hits shorter than this are not used: against timing probes")
 
 
@@ -169,6 +173,8 @@ class ClusterConfig(_Values):
     )
     launcher: Literal["ray", "process"] = Field("ray", description="who places and restarts the processes")
     host: str = Field("127.0.0.1", description="address the control ports bind to and announce")
+    probe_host: str = Field("127.0.0.1", description="address that /live, /ready and /metrics of every process bind to")
+    probe_port: int = Field(0, ge=0, le=65_535, description="their port; 0: any free one, shown by `status`")
     registry: str = Field("", description="host:port, or etcd://host:port,...; empty: embedded in the launcher")
     state_dir: str = Field("", description="logs, sockets, pid files; empty: ~/.cache/moonpool/clusters/<name>")
     key_file: str = Field("", description="the 32-byte hash key; empty: ~/.config/moonpool/hash.key")
@@ -189,6 +195,11 @@ class Config(_Values):
     @property
     def model_name(self) -> str:
         return self.model.name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def freed_byte(self) -> int | None:
+        """What freed pages and slots are filled with: NaN to find reads of dead memory, zeros to leave nothing; None: not."""
+        return NAN_BYTE if self.engine.poison else 0 if self.security.zeroise else None
 
     def state_dir(self, home: Path) -> Path:
         return Path(self.cluster.state_dir) if self.cluster.state_dir else home / ".cache/moonpool/clusters" / self.cluster.name

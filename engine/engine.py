@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from moonpool.core.blocks import blocks_for
 from moonpool.core.config import Config
 from moonpool.core.errors import Bug
+from moonpool.core.hits import hit_quantum
 from moonpool.core.layout import KVLayout
 from moonpool.engine import attention
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
@@ -46,21 +47,24 @@ class Engine:
         max_context: int,
         vocab_size: int,
         eos_ids: frozenset[int],
-        poison: bool,
+        freed_byte: int | None,
+        hit_quantum: int = 1,
     ) -> None:
+        """``hit_quantum``: pages; matches count in multiples of it."""
         self.layout = layout
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
-        self.pages = PagePool(pages, self._poison if poison else None)
+        self.pages = PagePool(pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
         self._model = model
         self._threads = threads
         self._memory = PageTensor(layout, pages)
         self.kv_bytes: NDArray[np.uint8] = (
             self._memory.tensor[:pages].view(torch.uint8).numpy().reshape(pages, layout.layers, layout.slice_bytes)
         )
-        if poison:
-            self._poison(range(pages))
+        self._freed_byte = freed_byte
+        if freed_byte:
+            self._wipe(range(pages))
 
     @torch.inference_mode()
     def forward(
@@ -101,10 +105,13 @@ class Engine:
 
     def close(self) -> None:
         """Drop weights and pages. Views of ``kv_bytes`` that others hold keep the page memory alive."""
+        if self._freed_byte is not None:
+            self.kv_bytes[:] = self._freed_byte
         del self._model, self._memory, self.kv_bytes
 
-    def _poison(self, pages: Sequence[int]) -> None:
-        self._memory.tensor[torch.tensor(pages)] = torch.nan
+    def _wipe(self, pages: Sequence[int]) -> None:
+        assert self._freed_byte is not None
+        self.kv_bytes[np.asarray(pages, dtype=np.int64)] = self._freed_byte
 
     def _spans(self, rows: Sequence[Row]) -> list[Span]:
         if not rows:
@@ -147,5 +154,6 @@ def load_engine(
         max_context=facts.max_context,
         vocab_size=facts.vocab_size,
         eos_ids=facts.eos_ids,
-        poison=config.engine.poison,
+        freed_byte=config.freed_byte,
+        hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
     )

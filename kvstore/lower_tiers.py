@@ -35,13 +35,19 @@ class LowerTiers:
 
     @classmethod
     async def open(
-        cls, config: StoreConfig, node: NodeId, layouts: Sequence[KVLayout], keys: KvKeys | None = None
+        cls,
+        config: StoreConfig,
+        node: NodeId,
+        layouts: Sequence[KVLayout],
+        keys: KvKeys | None = None,
+        *,
+        zeroise: bool = False,
     ) -> LowerTiers:
-        """Opens what is configured, encrypted where there are ``keys``.
+        """Opens what is configured, encrypted where there are ``keys``; ``zeroise``: erased blocks leave zeros on SSD.
 
         ConfigError: a folder that is in use, or unusable, or too small.
         """
-        ssd = await SsdTier.open(config, node, layouts, keys=keys) if config.ssd_path else None
+        ssd = await SsdTier.open(config, node, layouts, keys=keys, zeroise=zeroise) if config.ssd_path else None
         try:
             shared = await SharedTier.open(config, node, keys=keys) if config.shared_path else None
         except BaseException:

@@ -52,7 +52,6 @@ from moonpool.kvstore.watch import Watchers
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 
-POISON = 0xFF  # as bfloat16 or float32: NaN
 log = structlog.get_logger(__name__)
 
 
@@ -78,8 +77,9 @@ class StoreNode:
         self.peers = peers
         self.regions = regions
         self.clock = time.monotonic
-        poison = self._poison if config.engine.poison else None
-        self.slots = SlotMap([region.size for region in regions.files], poison, self._move)
+        self._freed_byte = config.freed_byte
+        wipe = None if self._freed_byte is None else self._wipe
+        self.slots = SlotMap([region.size for region in regions.files], wipe, self._move)
         store = config.store
         self.pool = Pool(
             member.node,
@@ -145,12 +145,17 @@ class StoreNode:
             lock = NodeLock.take(config.state_dir(Path.home()), member.node)
             opened.callback(lock.release)
             keys = await asyncio.to_thread(kv_keys, config, Path.home())
-            lower = await LowerTiers.open(
-                config.store, member.node, [layout], keys
-            )  # its folder is checked before memory is taken
+            # Its folder is checked before memory is taken.
+            lower = await LowerTiers.open(config.store, member.node, [layout], keys, zeroise=config.security.zeroise)
             opened.push_async_callback(lower.close)
             regions = await asyncio.to_thread(
-                OwnRegions.create, config.store, config.cluster.name, member.node, layout, progress
+                OwnRegions.create,
+                config.store,
+                config.cluster.name,
+                member.node,
+                layout,
+                progress,
+                config.security.zeroise,
             )
             opened.pop_all()
         node = cls(config, member, layout, peers, regions, on_gone, push, lower, lock, keys)
@@ -224,9 +229,9 @@ class StoreNode:
         self._send_events()
         return self.pool.snapshot()
 
-    def _poison(self, slot: int) -> None:
+    def _wipe(self, slot: int) -> None:
         region, offset = self.slots.place(slot)
-        self.regions.views[region][offset : offset + self.slots.size(slot)] = POISON
+        self.regions.views[region][offset : offset + self.slots.size(slot)] = self._freed_byte or 0
 
     def _move(self, slot: int, to: int) -> None:
         (region, offset), (to_region, to_offset), size = self.slots.place(slot), self.slots.place(to), self.slots.size(slot)

@@ -89,8 +89,11 @@ def _owner_lives(path: Path, pid: int) -> bool:
         return False
 
 
-def reclaim(directory: Path) -> int:
-    """Remove region files whose owner is dead; returns the bytes they held. Other people's files are left alone."""
+def reclaim(directory: Path, zeroise: bool = False) -> int:
+    """Remove region files whose owner is dead; returns the bytes they held. Other people's files are left alone.
+
+    ``zeroise``: what they held is overwritten first; who still maps one reads zeros.
+    """
     freed = 0
     for path in directory.glob("moonpool+*"):
         match = _NAME.match(path.name)
@@ -102,7 +105,10 @@ def reclaim(directory: Path) -> int:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an owner in another PID namespace holds it
-            freed += os.fstat(fd).st_size
+            size = os.fstat(fd).st_size
+            freed += size
+            if zeroise and size:
+                np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=np.uint8)[:] = 0
             path.unlink(missing_ok=True)
         except OSError:
             pass
@@ -115,7 +121,13 @@ class OwnRegions:
     """The owner's side. ``files`` are what others map, ``views`` the same bytes here, both by region number."""
 
     def __init__(
-        self, directory: Path, owner: str, slot_bytes: int, slots_per_region: Sequence[int], memory_node: int | None = None
+        self,
+        directory: Path,
+        owner: str,
+        slot_bytes: int,
+        slots_per_region: Sequence[int],
+        memory_node: int | None = None,
+        zeroise: bool = False,
     ) -> None:
         self.files: list[Region] = []
         self.views: list[NDArray[np.uint8]] = []
@@ -124,18 +136,25 @@ class OwnRegions:
         self._directory = directory
         self._owner = owner
         self._slot_bytes = slot_bytes
+        self._zeroise = zeroise  # at ``close``
         self._memory_node = memory_node  # NUMA node of every page; None: the kernel's choice
 
     @classmethod
     def create(
-        cls, config: StoreConfig, cluster: str, node: NodeId, layout: KVLayout, progress: Progress | None = None
+        cls,
+        config: StoreConfig,
+        cluster: str,
+        node: NodeId,
+        layout: KVLayout,
+        progress: Progress | None = None,
+        zeroise: bool = False,
     ) -> OwnRegions:
         """Reclaim, check, allocate, map and touch. Takes about 0.3 s per GB; call it in a thread. ConfigError with numbers."""
         directory = Path(config.directory) if config.directory else DEFAULT_DIRECTORY
         memory_node = chosen_node(config)
         free = free_memory() if memory_node is None else min(free_memory(), free_on(memory_node))
         try:
-            reclaim(directory)
+            reclaim(directory, zeroise)
             fs = os.statvfs(directory)
         except OSError as e:
             raise ConfigError(
@@ -143,7 +162,8 @@ class OwnRegions:
                 param="store.directory",
             ) from e
         slots = plan(config, layout.slot_bytes, free, fs.f_bavail * fs.f_frsize)
-        regions = cls(directory, f"moonpool+{cluster}+{node}+{os.getpid()}", layout.slot_bytes, slots, memory_node)
+        owner = f"moonpool+{cluster}+{node}+{os.getpid()}"
+        regions = cls(directory, owner, layout.slot_bytes, slots, memory_node, zeroise)
         try:
             regions._fill(progress or (lambda done, total: None))
         except OSError as e:
@@ -184,6 +204,8 @@ class OwnRegions:
 
     def close(self) -> None:
         """Unlink. The memory itself goes with the last view; call it after every carrier has let go of it."""
+        for view in self.views if self._zeroise else ():
+            view[:] = 0
         for region in self.files:
             Path(region.path).unlink(missing_ok=True)
         for fd in self._locks:

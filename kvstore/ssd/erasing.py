@@ -19,7 +19,7 @@ WIPES = 128  # headers written over in one operation
 
 class Eraser:
     """``lost(extents)`` is called when blocks are no more. ``moving`` is held by compaction while it copies: an erased
-    block must not survive as a copy.
+    block must not survive as a copy. ``zeroise``: their bytes are written over, too.
     """
 
     def __init__(
@@ -29,7 +29,9 @@ class Eraser:
         counted: Counter[str],
         lost: Callable[[Sequence[int]], None],
         moving: asyncio.Lock,
+        zeroise: bool = False,
     ) -> None:
+        self._zeroise = zeroise
         self._segments = segments
         self._space = segments.space
         self._flow = flow
@@ -94,7 +96,8 @@ class Eraser:
         fault: Fault | None = Fault.VANISHED
         if file is not None and layout is not None:
             offsets = [offset_of(position, layout) for position in positions]
-            op = Op(Kind.WRITE, len(offsets) * HEADER_BYTES, partial(_write_zeros, file, offsets))
+            rest = layout.slot_bytes if self._zeroise else 0
+            op = Op(Kind.WRITE, len(offsets) * (HEADER_BYTES + rest), partial(_write_zeros, file, offsets, rest))
             self._flow.submit(op)
             (fault,) = await self._flow.settle([op])
         if fault is Fault.NONE:
@@ -108,14 +111,17 @@ class Eraser:
             self._segments.fault(segment, fault, writing=True)
 
 
-def _write_zeros(file: SegmentFile, offsets: Sequence[int], scratch: Scratch) -> Fault:
+def _write_zeros(file: SegmentFile, offsets: Sequence[int], rest: int, scratch: Scratch) -> Fault:
+    """Over headers, and the ``rest`` bytes behind each."""
     if not file.intact():
         return Fault.VANISHED
-    scratch.header(0)[:] = 0
+    zeros = [scratch.header(0), *scratch.slots(1 if rest else 0, rest)]
+    for part in zeros:
+        part[:] = 0
     scratch.enter()
     try:
         for offset in offsets:
-            file.write([scratch.header(0)], offset)
+            file.write(zeros, offset)
     except OSError:
         return Fault.ERROR
     return Fault.NONE

@@ -13,7 +13,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.device import Device
-from moonpool.kvstore.ssd.files import Io, SegmentFile
+from moonpool.kvstore.ssd.files import Io, SegmentFile, aligned
 from moonpool.kvstore.ssd.folder import SEGMENTS, Folder, segment_size
 from moonpool.kvstore.ssd.format import (
     HEADER_BYTES,
@@ -52,6 +52,7 @@ def open_folder(
     wall: Callable[[], float],
     progress: Progress,
     vault: Vault | None = None,
+    zeroise: bool = False,
 ) -> Opened:
     """With a ``vault`` everything is sealed, and files that are not are removed; without one it is the other way round.
 
@@ -63,7 +64,7 @@ def open_folder(
         require_room(cap, layouts)
         opened = Opened(folder, Space(), files, Scanned(), cap, 0, 1)
         opened.space.known = {layout.fingerprint: layout for layout in layouts}
-        headers = _adopt(opened, io, vault)
+        headers = _adopt(opened, io, vault, zeroise)
         _allocate(opened, int(wall()))
         with ThreadPoolExecutor(config.ssd_threads, "ssd scan") as pool:
             _look(opened, headers, pool, config.ssd_threads, int(wall()), progress)
@@ -89,7 +90,7 @@ def require_room(cap: int, layouts: Sequence[KVLayout]) -> None:
             )
 
 
-def _adopt(opened: Opened, io: Io, vault: Vault | None) -> list[SegmentHeader]:
+def _adopt(opened: Opened, io: Io, vault: Vault | None, zeroise: bool) -> list[SegmentHeader]:
     """Open what an earlier life left, as far as it fits under the cap: known layouts first. The rest is removed."""
     found: list[tuple[SegmentHeader, SegmentFile]] = []
     known, room = opened.space.known, opened.cap
@@ -107,6 +108,8 @@ def _adopt(opened: Opened, io: Io, vault: Vault | None) -> list[SegmentHeader]:
             path.unlink(missing_ok=True)
             opened.notes.append(f"{path.name} was removed: it carries no header of this version")
         elif header.sealed != (vault is not None):
+            if zeroise and not header.sealed:
+                _blank(file)
             file.close()
             path.unlink(missing_ok=True)
             was, setting = ("encrypted", "off") if header.sealed else ("not encrypted", "aes-gcm")
@@ -122,6 +125,16 @@ def _adopt(opened: Opened, io: Io, vault: Vault | None) -> list[SegmentHeader]:
             file.close()
             file.path.unlink(missing_ok=True)
     return [header for header, file in found if file.number in opened.files]
+
+
+def _blank(file: SegmentFile) -> None:
+    """Zeros all over it, as far as the disk lets us."""
+    zeros = aligned(MIB)
+    try:
+        for offset in range(0, file.size, MIB):
+            file.write([zeros[: min(MIB, file.size - offset)]], offset)
+    except OSError:
+        pass  # it is removed all the same
 
 
 def _read(file: SegmentFile) -> SegmentHeader | None:

@@ -68,6 +68,7 @@ class SsdTier:
         clock: Callable[[], float],
         wall: Callable[[], float],
         move_bytes_per_s: float,
+        zeroise: bool = False,
     ) -> None:
         self.on_lost: Callable[[Sequence[int]], None] = lambda extents: None
         self.on_moved: Callable[[Mapping[int, int]], None] = lambda moved: None
@@ -83,7 +84,7 @@ class SsdTier:
         self._segments = Segments(opened, self._flow, self._next_sequence, wall, self.counted, self._lost)
         self._space = self._segments.space
         moving = asyncio.Lock()
-        self._eraser = Eraser(self._segments, self._flow, self.counted, self._lost, moving)
+        self._eraser = Eraser(self._segments, self._flow, self.counted, self._lost, moving, zeroise)
         self._eraser.forget(opened.scanned.torn)
         self._compactor = Compactor(
             self._segments, self._eraser, self._flow, self._next_sequence, self.counted, self._moved, moving
@@ -109,17 +110,18 @@ class SsdTier:
         progress: Progress = _silent,
         move_bytes_per_s: float = MOVE_BYTES_PER_S,
         keys: KvKeys | None = None,
+        zeroise: bool = False,
     ) -> SsdTier:
         """Locks the node's folder, allocates, and finds the blocks of an earlier life (``recovered``).
 
         ConfigError: the folder is in use by another process or cannot be written, others fill the file system, or a segment
         holds no block.
-        With ``keys`` the files are encrypted. ``progress`` is called in another thread. ``clock`` times deadlines, ``wall``
-        dates layouts, both in seconds.
+        With ``keys`` the files are encrypted; ``zeroise``: what is erased is overwritten. ``progress`` is called in another
+        thread. ``clock`` times deadlines, ``wall`` dates layouts, both in seconds.
         """
         vault = None if keys is None else Vault(keys)
-        opened = await asyncio.to_thread(open_folder, config, node, layouts, io or Io(), wall, progress, vault)
-        return cls(config, opened, clock, wall, move_bytes_per_s)
+        opened = await asyncio.to_thread(open_folder, config, node, layouts, io or Io(), wall, progress, vault, zeroise)
+        return cls(config, opened, clock, wall, move_bytes_per_s, zeroise)
 
     def register(self, layout: KVLayout) -> list[Recovered]:
         """Blocks of ``layout`` may be written and read from now on; returns those found at start, parents first."""

@@ -7,6 +7,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -322,16 +323,17 @@ async def test_a_reader_whose_copy_is_wrong_quarantines_the_block(tmp_path: Path
         assert node.numbers()["digest_mismatches_decode"] == 1
 
 
-async def test_freed_slots_are_poisoned_where_asked_for(tmp_path: Path) -> None:
-    async with store_node(config(tmp_path, engine={"poison": True}), Roll()) as node, worker(node) as (client, _):
+@pytest.mark.parametrize(("how", "filled"), [({"engine": {"poison": True}}, 0xFF), ({"security": {"zeroise": True}}, 0)])
+async def test_freed_slots_are_overwritten_where_asked_for(tmp_path: Path, how: dict[str, Any], filled: int) -> None:
+    async with store_node(config(tmp_path, **how), Roll()) as node, worker(node) as (client, _):
         await client.publish([(key, block_bytes(key)) for key in block_keys("k", 1)])
         (slot,) = (await client.pin(block_keys("k", 1))).slots
         await client._stub.Clear(pb.store.KeysRequest())
-        assert (client.regions[slot.region][slot.offset : slot.offset + 64] != 0xFF).any(), "it is pinned"
+        assert (client.regions[slot.region][slot.offset : slot.offset + 64] != filled).any(), "it is pinned"
         await client.quarantine(slot.key, 0, "decode")
         await client.close()
         await until(lambda: node.numbers()["slots_free"] == 16, "the pin ended with the session")
-        assert (node.regions.views[slot.region][slot.offset : slot.offset + LAYOUT.slot_bytes] == 0xFF).all()
+        assert (node.regions.views[slot.region][slot.offset : slot.offset + LAYOUT.slot_bytes] == filled).all()
 
 
 async def test_events_reach_a_subscriber_over_the_wire(tmp_path: Path) -> None:

@@ -138,3 +138,18 @@ def test_only_a_plain_file_of_the_right_size_is_mapped(tmp_path: Path) -> None:
     for path, size in ((file, 2 * SLOT), (link, SLOT), (tmp_path, SLOT), (tmp_path / "gone", SLOT), (file, 0)):
         with pytest.raises(TransferFailed, match="region 0"):
             map_region(Region(0, str(path), size, SLOT))
+
+
+def test_what_a_pool_held_is_overwritten_at_its_end_and_after_its_owners_death_where_asked_for(tmp_path: Path) -> None:
+    regions = OwnRegions.create(settings(tmp_path, 20), "c", NODE, LAYOUT, zeroise=True)
+    mapped = [map_region(region) for region in regions.files]
+    for view in mapped:
+        view[:] = 7
+    regions.close()
+    assert not any(view.any() for view in mapped), "a reader that still maps it sees zeros"
+    left = tmp_path / "moonpool+c+a+999999999+0"
+    left.write_bytes(b"secret" * 1000)
+    kept = tmp_path / "link"
+    kept.hardlink_to(left)
+    assert reclaim(tmp_path, zeroise=True) == 6000 and not left.exists()
+    assert not any(kept.read_bytes())

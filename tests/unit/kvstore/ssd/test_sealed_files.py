@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ssd import NODE, OTHER, SMALL, content, flip, found, key, peek, poke, put, read, right, tier, writes
+from support.ssd import NODE, OTHER, SMALL, config, content, flip, found, key, peek, poke, put, read, right, tier, writes
 from support.ssd import keys as keys_of
 
 from moonpool.core.use import Use
@@ -19,6 +19,7 @@ from moonpool.kvstore.sealing.stream import TAG_BYTES
 from moonpool.kvstore.sealing.vault import Vault
 from moonpool.kvstore.ssd.blocks import ReadEnd
 from moonpool.kvstore.ssd.format import HEADER_BYTES, MAX_LAYERS, MAX_TEXT_BYTES, ExtentHeader, extent_bytes
+from moonpool.kvstore.ssd.tier import SsdTier
 
 FIRST, SECOND = KvKey.of(bytes(range(32))), KvKey.of(bytes(32))
 KEYS = KvKeys(FIRST)
@@ -173,3 +174,27 @@ def test_any_page_is_a_header_or_none(seed: int, flips: int) -> None:
     found = vault.open_header(bytes(page))
     assert found is None or found.header == header  # flips may undo one another
     assert vault.open_header(bytes(page[: dice.randrange(len(page))])) is None
+
+
+@pytest.mark.parametrize("zeroise", [False, True])
+async def test_an_erased_block_leaves_nothing_where_asked_for(tmp_path: Path, zeroise: bool) -> None:
+    of = await SsdTier.open(config(tmp_path), NODE, [SMALL], zeroise=zeroise)
+    placed = await put(of, SMALL, range(3))
+    await of.erase([placed[1]])
+    slot = peek(tmp_path, SMALL, placed[1])[HEADER_BYTES:]
+    assert any(slot) != zeroise
+    assert await right(of, SMALL, {n: placed[n] for n in (0, 2)}) == {0, 2}
+    await of.close()
+
+
+async def test_plain_files_are_overwritten_before_they_make_way_for_encrypted_ones(tmp_path: Path) -> None:
+    plain = await tier(tmp_path)
+    await put(plain, SMALL, range(3))
+    await plain.close()
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in (tmp_path / NODE).glob("segment-*"):
+        (links / path.name).hardlink_to(path)  # what somebody would find on the disk
+    of = await SsdTier.open(config(tmp_path), NODE, [SMALL], keys=KEYS, zeroise=True)
+    await of.close()
+    assert not any(any(path.read_bytes()) for path in links.iterdir())
