@@ -34,17 +34,21 @@ from moonpool.wire.status import being_cancelled, error_of
 
 CALL_S = 10.0  # a control call that takes longer means a frozen node
 FETCH_GRACE_S = 1.0  # for the answer of a fetch that used its whole deadline
+LATE_S = 10.0  # beyond a caller's patience: an answer that grants something must not be lost, so it is heard and undone
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class LandingFailure:
-    """No more of this landing will come; what was ``Landed`` stays good until the reader ends it."""
+    """No more of this landing will come; what was ``Landed`` stays good until the reader ends it.
+
+    ``error`` is None where all has come: of interest only to a reader that was never told of this landing.
+    """
 
     landing: int
     request: RequestId
     attempt: int
-    error: Failure
+    error: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,10 @@ class WorkerStore:
             self._on_landed(from_wire(message.landed, Landed))
         elif kind == "failed":
             failed = message.failed
-            error = Failure(Reason(failed.error.reason), failed.error.message, failed.error.peer, failed.error.retry_after_s)
+            error = None
+            if failed.HasField("error"):
+                told = failed.error
+                error = Failure(Reason(told.reason), told.message, told.peer, told.retry_after_s)
             self._on_failed(LandingFailure(failed.landing, RequestId(failed.request), failed.attempt, error))
 
     def _ended(self, error: MoonpoolError) -> None:
@@ -152,7 +159,7 @@ class WorkerStore:
         if self._closed:
             return
         self._closed = True
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._put_away()
         self._over = self._over or PeerSilent(f"the session with the store node at {self.address} was closed")
         await self._session.close()
         await self._channel.close()
@@ -160,6 +167,14 @@ class WorkerStore:
         if not self._welcome.done():
             self._welcome.cancel()
         self.regions.clear()
+
+    async def _put_away(self) -> None:
+        """What is being given back, unless the node takes too long: then the end of the session does it."""
+        if self._background:
+            _, late = await asyncio.wait(self._background, timeout=CALL_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     async def _call(self, method: Callable[..., Awaitable[T]], request: object, timeout_s: float = CALL_S) -> T:
         if self._over is not None:
@@ -179,14 +194,27 @@ class WorkerStore:
         to_wire(use, asked.use)
         return asked
 
-    async def _or_undo(self, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
-        """``call``, whose effect must not be left behind if our caller is cancelled while it runs."""
-        task = asyncio.ensure_future(call)
+    async def _or_undo(
+        self,
+        method: Callable[..., Awaitable[T]],
+        request: object,
+        undo: Callable[[T], Awaitable[object]],
+        limit_s: float = CALL_S,
+    ) -> T:
+        """A call whose effect must not be left behind where our caller is cancelled, or out of patience, while it runs.
+
+        The call itself goes on for ``LATE_S`` more: a node that was slow may have granted what nobody would hear of.
+        """
+        task = asyncio.ensure_future(self._call(method, request, limit_s + LATE_S))
         try:
-            return await asyncio.shield(task)
+            await asyncio.wait({task}, timeout=limit_s)
         except asyncio.CancelledError:
             self._later(self._undo(task, undo))
             raise
+        if not task.done():
+            self._later(self._undo(task, undo))
+            raise PeerSilent(f"the store node at {self.address} did not answer within {limit_s:g} s", peer=self.address)
+        return task.result()
 
     async def _undo(self, task: Awaitable[T], undo: Callable[[T], Awaitable[object]]) -> None:
         try:
@@ -211,14 +239,16 @@ class WorkerStore:
         """
         asked = self._keys(keys, use)
         asked.load_ms = load_ms
-        call = self._call(self._stub.Pin, asked, CALL_S + load_ms / 1e3)
-        reply = await self._or_undo(call, lambda r: self.unpin(from_wire(r.ticket, Ticket)))
+        reply = await self._or_undo(self._stub.Pin, asked, self._unpin, CALL_S + load_ms / 1e3)
         return from_wire(reply.ticket, Ticket)
 
     async def unpin(self, ticket: Ticket) -> None:
         """End a ticket. Again is a no-op; so is one whose session is over."""
         if ticket.slots and self._over is None:
             await self._call(self._stub.Unpin, pb.store.UnpinRequest(session=self._number, ticket=ticket.id))
+
+    async def _unpin(self, reply: pb.store.PinReply | pb.store.FetchReply) -> None:
+        await self.unpin(from_wire(reply.ticket, Ticket))
 
     async def fetch(
         self, keys: Sequence[bytes], node: NodeId, address: str, deadline_ms: int, use: Use = Use(), *, move: bool = False
@@ -232,8 +262,7 @@ class WorkerStore:
         )
         to_wire(self.layout, request.layout)
         to_wire(use, request.use)
-        call = self._call(self._stub.Fetch, request, deadline_ms / 1e3 + FETCH_GRACE_S)
-        reply = await self._or_undo(call, lambda r: self.unpin(from_wire(r.ticket, Ticket)))
+        reply = await self._or_undo(self._stub.Fetch, request, self._unpin, deadline_ms / 1e3 + FETCH_GRACE_S)
         return Fetched(from_wire(reply.ticket, Ticket), reply.bytes, reply.carrier)
 
     async def end_landing(self, landing: int) -> None:
@@ -255,8 +284,7 @@ class WorkerStore:
         """
         if not blocks:
             return 0
-        call = self._call(self._stub.Reserve, self._keys([key for key, _ in blocks], use, parent))
-        reply = await self._or_undo(call, self._abandon)
+        reply = await self._or_undo(self._stub.Reserve, self._keys([key for key, _ in blocks], use, parent), self._abandon)
         by_key = dict(blocks)
         work = []
         for one in reply.reservations:
@@ -267,7 +295,7 @@ class WorkerStore:
             return 0
         request = pb.store.SealRequest(session=self._number, reservations=[id for id, _, _ in work])
         await self._copy(reply, [(slot, page) for _, slot, page in work])
-        await self._or_undo(self._call(self._stub.Seal, request), _nothing)
+        await self._or_undo(self._stub.Seal, request, _nothing)
         return len(work)
 
     def ended(self, use: Use, output_tokens: int) -> None:

@@ -22,6 +22,7 @@ from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
 
 CALL_S = 5.0  # a control call that takes longer means a frozen node
+LATE_S = 10.0
 NOTIFY_S = 10.0  # answered when the slices are verified
 NEXT_LIFE_S = 0.5  # how long a broken connection may be the sign of an endpoint that is being made anew
 
@@ -84,7 +85,7 @@ class PushTarget:
     async def grant(self, request: pb.store.GrantRequest) -> Landing:
         request.writer, request.writer_incarnation = self._writer.id, self._writer.incarnation
         to_wire(self._layout, request.layout)
-        reply = await self._call(self._stub.Grant, request)
+        reply = await self._call(self._stub.Grant, request, CALL_S + LATE_S)  # what is granted must be heard of, and given back
         if reply.HasField("error"):
             raise self._error(reply.error)
         return from_wire(reply.landing, Landing)

@@ -49,8 +49,8 @@ SCENES = (
     Scene(Window.RESERVING, (0.1, 1.0), pause=Pause(Role.STORE, (60, 200), (20, 60), "b")),
     Scene(Window.LOADING, (0.1, 1.0), (1, 64), shared=1.0, forget=True, pause=Pause(Role.STORE, (60, 200), (20, 60), "a")),
     Scene(Window.PREFILLING, (0.2, 1.0), (500, 900), shared=0.0, clients=3),
-    Scene(Window.PUSHING, (0.5, 1.3), (300, 900), shared=0.1, clients=5, pause=Pause(Role.STORE, (30, 120), (60, 120), "b")),
-    Scene(Window.SEALED, (0.4, 1.3), (16, 400), pause=Pause(Role.DECODE, (60, 200), (20, 50))),
+    Scene(Window.PUSHING, (0.01, 1.0), (400, 900), (24, 48), shared=0.1, clients=4, after_first=True),
+    Scene(Window.SEALED, (0.1, 2.0), (16, 400), (24, 48), after_first=True, pause=Pause(Role.DECODE, (60, 200), (20, 50))),
     Scene(Window.DECODING, (0.02, 2.0), (16, 200), (150, 400), after_first=True),
 )
 
