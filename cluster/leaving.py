@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from moonpool.cluster.membership import Membership
@@ -11,6 +13,8 @@ from moonpool.core.errors import NoPath
 from moonpool.core.ids import NodeId, Role
 from moonpool.core.membership import Liveness, MemberChange
 
+LOOK_S = 0.05
+LANDINGS_QUIET_S = 0.4  # none for so long: what was placed before readiness ended has begun
 WORKERS = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
@@ -63,6 +67,17 @@ async def workers_gone(peers: Membership, node: NodeId, settle_s: float, limit_s
         await peers.until(lambda: not any(_leaves(c, node) for c in peers.everybody()), limit_s, "end of this host's workers")
     except NoPath:
         pass
+
+
+async def landings_ended(open_now: Callable[[], float], limit_s: float) -> None:
+    """Prompts whose KV lands in a store node that leaves come to their end: it is given no new ones, being not ready."""
+    now = time.monotonic()
+    end, quiet_since = now + limit_s, now
+    while now < end and now - quiet_since < LANDINGS_QUIET_S:
+        if open_now():
+            quiet_since = now
+        await asyncio.sleep(LOOK_S)
+        now = time.monotonic()
 
 
 def _works(change: MemberChange, node: NodeId) -> bool:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moonpool import __version__
-from moonpool.cluster.admin import Admin
+from moonpool.cluster.admin import Admin, process_numbers
 from moonpool.cluster.face import Face
 from moonpool.cluster.identity.folders import take
 from moonpool.cluster.incarnations import Incarnations
 from moonpool.cluster.leaving import budget_s, drain
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
+from moonpool.cluster.probe.facts import Phase
+from moonpool.cluster.probe.probe import Probe
 from moonpool.cluster.reporter import Reporter
 from moonpool.cluster.role_switch import checked_role, keep_role
 from moonpool.cluster.spec import RoleSpec
@@ -68,6 +70,8 @@ class Process:
         self._return: asyncio.Task[None] | None = None
         self._switching: asyncio.Task[None] | None = None
         self._closing = False
+        self._joined = False
+        self._probe: Probe | None = None
         self._incarnations = Incarnations(spec.state_dir, spec.member)
         life = self._incarnations.next()
         self._member = Member(spec.member, spec.role, spec.node, life, "", os.getpid(), ready=False, version=__version__)
@@ -75,10 +79,12 @@ class Process:
     async def start(self) -> None:
         """Loads, serves, joins; returns when ready. MoonpoolError where it cannot be."""
         take(self.spec.config, self.spec.member)
+        self._probe = self._open_probe()
         face = self._open_face()
         self._peers = Membership(self.spec.registry, self.spec.config.timing, self._fenced)
         self._made = await self._make(self.spec, self._member, self._peers, self._say)
-        self._member = self._made.member
+        details = {**self._made.member.details, "probe": self._probe.address}
+        self._member = replace(self._made.member, details=details)
         await self._serve(face, self._made.service, self._peers)
         self._say(f"ready at {self._member.address}")
 
@@ -86,6 +92,7 @@ class Process:
         """Asks for the end; the first one's exit code counts."""
         if not self._ended.done():
             self._ended.set_result(code)
+            self._refresh()
 
     async def live(self) -> tuple[int, str]:
         """Starts, stays until ``stop`` (also while it still starts), closes: (exit code, why it could not start)."""
@@ -105,11 +112,13 @@ class Process:
         """Leaves in order: no new work, the service's own end, the registry, the server. ``CLOSE_S`` after it has left."""
         self._log.info("closing")
         self._closing = True
+        self._refresh()
         for change in (self._return, self._switching):
             if change:
                 await asyncio.wait({change})
+        self._member = replace(self._member, ready=False)
         if self._peers:
-            self._peers.update(replace(self._member, ready=False))
+            self._peers.update(self._member)
         await self._leave()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -123,6 +132,8 @@ class Process:
                     await self._face.stop(0.5)
         except TimeoutError:
             self._log.error("close took too long", limit_s=CLOSE_S)
+        if self._probe:
+            await self._probe.close()
         self._log.info("closed")
 
     async def _leave(self) -> None:
@@ -136,6 +147,35 @@ class Process:
             self._log.error("left without order", exc_info=e)
 
     # one life
+
+    def _open_probe(self) -> Probe:
+        cluster = self.spec.config.cluster
+        return Probe(
+            cluster.probe_host,
+            cluster.probe_port,
+            self.spec.config.timing.stuck_after_ms / 1e3,
+            member=lambda: self._member,
+            phase=self._phase,
+            service=lambda: self._made.service if self._made else None,
+            numbers=self._numbers,
+        )
+
+    def _phase(self) -> Phase:
+        if self._closing or self._ended.done():
+            return Phase.LEAVING
+        if not self._joined:
+            return Phase.STARTING
+        return Phase.SERVING if self._member.ready else Phase.CHANGING
+
+    def _refresh(self) -> None:
+        if self._probe:
+            self._probe.refresh()
+
+    def _numbers(self) -> dict[str, float]:
+        numbers = process_numbers()
+        numbers.update(self._peers.numbers() if self._peers else {})
+        numbers.update(self._made.service.numbers() if self._made else {})
+        return numbers
 
     def _open_face(self) -> Face:
         admin = Admin(
@@ -156,6 +196,7 @@ class Process:
         await face.start(service)
         self._member = replace(self._member, ready=True)
         await peers.join(self._member)
+        self._joined = True
         await face.set_serving(True)
         self._reporter = Reporter(service, peers)
         self._log.info("ready", address=self._member.address, incarnation=self._member.incarnation)

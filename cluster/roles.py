@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.cluster.leaving import workers_gone
+from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout
 from moonpool.cluster.process import Made, Say
@@ -77,6 +77,7 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
         assert isinstance(service, store)
         timing = spec.config.timing
         await workers_gone(peers, spec.node, 2 * timing.heartbeat_ms / 1e3, timing.drain_ms / 1e3)
+        await landings_ended(lambda: service.numbers()["landings_open"], spec.config.store.drain_ms / 1e3)
         report = await service.leave()
         mib = 1 << 20
         say(

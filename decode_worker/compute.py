@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Step
 from moonpool.engine.engine import Engine, Row
@@ -25,8 +26,8 @@ class Computed:
 class Computer:
     """Runs one step at a time. The caller keeps the pages of its rows until the step is over, also when it is cancelled."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, watch: ProgressWatch) -> None:
+        self._engine, self._watch = engine, watch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     async def run(self, step: Step) -> Computed:
@@ -38,7 +39,11 @@ class Computer:
             if row.samples:
                 request = seq.attempt.request
                 states.append(SamplerState(request.sampling, request.prompt, seq.outputs))
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, states)
+        self._watch.began(time.monotonic())
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, states)
+        finally:
+            self._watch.ended(time.monotonic())
 
     def close(self) -> None:
         """Blocks until the step under way is over."""

@@ -82,7 +82,7 @@ def _positions(held: Iterable[Live]) -> dict[RequestId, int]:
 async def _give_back(worker: Leaver, late: list[Live]) -> None:
     """Once what they computed is in the pool, as far as that does not take long."""
     end = time.monotonic() + FLUSH_S
-    while late and worker.publishing() and time.monotonic() < end:
+    while late and worker.publishing() and time.monotonic() < end:  # noqa: ASYNC110  no event says that the pool has it all
         await asyncio.sleep(LOOK_S)
     for live in late:
         if not live.over:

@@ -11,6 +11,7 @@ from typing import Protocol
 from moonpool.core.config import Config
 from moonpool.core.errors import Failure
 from moonpool.core.membership import StepTiming
+from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Admission, Batcher, Limits, Step
 from moonpool.decode_worker.compute import Computed, Computer
@@ -57,7 +58,8 @@ class StepLoop:
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self.steps = 0
         self._owner = owner
-        self._computer = Computer(engine)
+        self.watch = ProgressWatch("computing", config.timing.stuck_after_ms / 1e3)
+        self._computer = Computer(engine, self.watch)
         self._wake = asyncio.Event()
         self._cut: Step | None = None  # under way when the loop was ended
         self._task = asyncio.create_task(self._run(), name="steps")

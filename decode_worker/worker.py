@@ -13,6 +13,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +28,7 @@ from moonpool.core.ids import RequestId, Role
 from moonpool.core.lifetime import Instant, Lives
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, PrefillTiming, WorkerReport
 from moonpool.core.placement import Placement
+from moonpool.core.progress import Progress
 from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
 from moonpool.decode_worker.admission import check_attempt, token_limit
 from moonpool.decode_worker.batcher import Admission
@@ -319,6 +322,11 @@ class DecodeWorker:
             "blocks_not_published_count": publisher.given_up,
             **{f"{name}_count": self._counts[name] for name in COUNTED},
         }
+
+    def progress(self, now: float) -> list[Progress]:
+        """A step loop that has ended does nothing ever again."""
+        computing = self._steps.watch.at(now)
+        return [computing if self._broken is None else replace(computing, still_s=inf)]
 
     def words(self) -> dict[str, str]:
         return {

@@ -13,15 +13,19 @@ from starlette.exceptions import HTTPException
 from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.http import error_response, json_response
-from moonpool.cluster.gateway.metrics import CONTENT_TYPE
 from moonpool.cluster.gateway.roster import Roster
 from moonpool.core.errors import MoonpoolError
 
 
 def build_app(
-    endpoints: Endpoints, roster: Roster, *, check_model: Callable[[str], None], model: str, metrics: Callable[[], bytes]
+    endpoints: Endpoints,
+    roster: Roster,
+    *,
+    check_model: Callable[[str], None],
+    model: str,
+    metrics: Callable[[str], tuple[bytes, str]],
 ) -> FastAPI:
-    """``metrics`` renders Prometheus text; ``check_model`` raises UnknownModel."""
+    """``metrics`` renders them as an Accept header asks for; ``check_model`` raises UnknownModel."""
     app = FastAPI(title="Moonpool", docs_url=None, redoc_url=None)
     created = int(time.time())
 
@@ -65,8 +69,9 @@ def build_app(
         return json_response({"status": "ready"})
 
     @app.get("/metrics")
-    async def metrics_text() -> Response:
-        return Response(metrics(), headers={"content-type": CONTENT_TYPE})
+    async def metrics_text(request: Request) -> Response:
+        page, kind = metrics(request.headers.get("accept", ""))
+        return Response(page, headers={"content-type": kind})
 
     @app.exception_handler(MoonpoolError)
     async def ours(request: Request, error: MoonpoolError) -> Response:

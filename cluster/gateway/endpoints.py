@@ -145,7 +145,8 @@ class Endpoints:
         self._gate.take_places(visit.ticket.caller, choices, limit)
         visit.held = choices
         self.in_flight += choices
-        self._metrics.in_flight.set(self.in_flight)
+        with self._metrics.guarded():
+            self._metrics.in_flight.set(self.in_flight)
 
     def _failed(self, visit: Visit, error: MoonpoolError) -> Response:
         visit.outcome = error.reason.value
@@ -168,16 +169,18 @@ class Endpoints:
         self.in_flight -= visit.held
         self._gate.leave_places(visit.ticket.caller, visit.held)
         self._settle(visit)
-        self._metrics.in_flight.set(self.in_flight)
-        self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
+        with self._metrics.guarded():
+            self._metrics.in_flight.set(self.in_flight)
+            self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
         if visit.generation is None:
             self._remember(visit, visit.id, 0, visit.lifetime)
             return
         for run in visit.generation.runs:
             self._remember(visit, run.ledger.request.id, run.ledger.number, run.lifetime)
-            self._metrics.count(run.usage, run.ledger.number)
-            if visit.outcome == "ok":
-                self._metrics.finished(run.lifetime, run.choice.tokens)
+            with self._metrics.guarded():
+                self._metrics.count(run.usage, run.ledger.number)
+                if visit.outcome == "ok":
+                    self._metrics.finished(run.lifetime, run.choice.tokens)
 
     def _settle(self, visit: Visit) -> None:
         """A prompt counts once something came of it."""
@@ -186,7 +189,8 @@ class Endpoints:
         taken = Usage(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
         visit.ticket.end(taken.prompt + taken.completion)
         if self._gate.tenants:
-            self._usage.count(visit.ticket.caller.tenant, visit.outcome, taken)
+            with self._metrics.guarded():
+                self._usage.count(visit.ticket.caller.tenant, visit.outcome, taken)
 
     def _remember(self, visit: Visit, request: str, attempt: int, lifetime: Lifetime) -> None:
         """``attempt`` is the last one; 0: none was begun."""

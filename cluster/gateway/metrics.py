@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
 
 from moonpool.cluster.gateway.shapes import Usage
 from moonpool.core.lifetime import Instant, Lifetime
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_log = structlog.get_logger()
 
 
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.errors = 0  # things that could not be counted, or told
+        self._newest = b"", PLAIN
         self.requests = Counter(
             "moonpool_gateway_requests", "HTTP requests by how they ended", ["endpoint", "outcome"], registry=self.registry
         )
@@ -48,5 +56,19 @@ class Metrics:
             if tokens > 1:
                 self.tpot.observe((whole - ttft) / (tokens - 1))
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """What fails inside is not counted, and that is all: nobody's request ends because of a metric."""
+        try:
+            yield
+        except Exception as e:  # noqa: BLE001  whatever it is
+            self.errors += 1
+            if self.errors in (1, 10, 100) or not self.errors % 1_000:
+                _log.warning("metric not counted", times=self.errors, exc_info=e)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Text and content type, as OpenMetrics where ``accept`` asks for it; the newest page there is where one fails."""
+        with self.guarded():
+            encode, kind = choose_encoder(accept)
+            self._newest = encode(self.registry), kind
+        return self._newest

@@ -67,8 +67,13 @@ class Gateway:
         streams: DecodeStreams,
         prompts: Prompts,
         https: Https | None,
+        roster: Roster,
+        metrics: Metrics,
     ) -> None:
         self._config = config
+        self._roster = roster
+        self._metrics = metrics
+        self.registry = metrics.registry
         self._server = server
         self._endpoints = endpoints
         self._conductors = conductors
@@ -94,7 +99,7 @@ class Gateway:
         roster, metrics = Roster(peers, hash_key, facts.max_context), Metrics()
         intake = Intake(config, prompts, roster, conductors, streams)
         endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics, gate, TenantUsage(metrics.registry))
-        app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.text)
+        app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.page)
         settings = uvicorn.Config(
             Goodbye(Guard(app, gate), lambda: endpoints.leaving),
             lifespan="off",
@@ -107,7 +112,8 @@ class Gateway:
             timeout_graceful_shutdown=_LAST_WORDS_S,
             ssl_context_factory=(lambda *_: https.context) if https else None,
         )
-        gateway = cls(config, _Server(settings), listener, endpoints, conductors, streams, prompts, https)
+        server = _Server(settings)
+        gateway = cls(config, server, listener, endpoints, conductors, streams, prompts, https, roster, metrics)
         await gateway._server.listening.wait()
         return gateway
 
@@ -120,7 +126,12 @@ class Gateway:
             "conductors_passed_over": float(self._conductors.passed_over),
             "workers_avoided": float(self._conductors.avoided),
             "connections": float(len(self._server.server_state.connections)),
+            "metrics_failed_count": float(self._metrics.errors),
         }
+
+    def missing(self) -> list[str]:
+        """Roles without which no request can be served."""
+        return [role.value for role in self._roster.missing()]
 
     def words(self) -> dict[str, str]:
         return {"url": self.url, "model": self._config.model_name}

@@ -56,6 +56,7 @@ def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpe
                     counts[role] = number + 1
                     name = f"store-{node.name}" if role is Role.STORE else f"{role.value}-{number}"
                     own = _own_port(config, number) if role is Role.GATEWAY else config
+                    own = _own_probe_port(own, sum(counts.values()) - 1)
                     stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, model_dir))
         stages.append(stage)
     return stages
@@ -75,3 +76,11 @@ def _own_port(config: Config, number: int) -> Config:
     if not number or not config.gateway.port:
         return config
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": config.gateway.port + number})})
+
+
+def _own_probe_port(config: Config, number: int) -> Config:
+    """Processes after the first take the ports above it."""
+    if not number or not config.cluster.probe_port:
+        return config
+    ports = {"probe_port": config.cluster.probe_port + number}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=ports)})
