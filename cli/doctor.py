@@ -171,7 +171,7 @@ def check_registry(config: Config) -> Finding:
     from moonpool.cluster.survey import members
     from moonpool.core.errors import NoPath
 
-    registry = registry_of(config.cluster)
+    registry = registry_of(config)
     try:
         known = asyncio.run(members(registry))
     except NoPath as e:

@@ -101,7 +101,7 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
         Role(role),
         NodeId(checked_name(node, "--node")),
         config,
-        registry_of(config.cluster),
+        registry_of(config),
         local_model(config.model.path, say) if config.model.path or role != "store" else Path(),
     )
 

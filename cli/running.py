@@ -24,7 +24,7 @@ class Running:
         """The registry that the configuration names, whatever runs here; empty: none."""
         from moonpool.cluster.etcd.address import registry_of
 
-        return registry_of(self.config.cluster)
+        return registry_of(self.config)
 
     @property
     def registry(self) -> str:

@@ -27,7 +27,7 @@ from moonpool.core.use import DEFAULT_TENANT
 
 PREFIX = "MOONPOOL_"
 # Read by tests, scripts and channels, not by the configuration.
-NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", IDENTITY})
+NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", "MOONPOOL_API_KEY", IDENTITY})
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
     "store.quotas": '{"alice": "1 GiB"}',
@@ -208,7 +208,7 @@ def _check_together(config: Config) -> None:
                 f"cluster.nodes: {node.name!r} appears twice; give every node its own name", param="cluster.nodes"
             )
         seen.add(node.name)
-    registry_of(cluster)
+    registry_of(config)
     if DEFAULT_TENANT in config.store.quotas:
         raise ConfigError(
             f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"

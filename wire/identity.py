@@ -58,11 +58,11 @@ class Identity:
     def _read(cls, folder: Path) -> Identity:
         ca, cert, key = (folder / name for name in names_in(folder))
         require_private(key)
-        parts = [_bytes(path) for path in (ca, cert, key)]
-        _load(ca, parts[0])
-        own = _load(cert, parts[1])
-        _require_pair(own, parts[2], cert, key)
-        return cls(*parts, says=_says(own, cert))
+        trusted, shown, secret = _bytes(ca), _bytes(cert), _bytes(key)
+        _load(ca, trusted)
+        own = _load(cert, shown)
+        _require_pair(own, secret, cert, key)
+        return cls(trusted, shown, secret, _says(own, cert))
 
     def __repr__(self) -> str:  # the key is nobody's business
         return f"Identity({self.says.principal.uri})"

@@ -18,7 +18,8 @@ from etcd3aio import prefix_range_end
 from etcd3aio.kv import KVService
 
 from moonpool.cluster.etcd.book import Item
-from moonpool.cluster.etcd.stream import Ended, Stream, Unary, unary
+from moonpool.cluster.etcd.login import Login
+from moonpool.cluster.etcd.stream import Ended, Metadata, Stream, Unary, unary
 
 T = TypeVar("T")
 
@@ -58,12 +59,13 @@ class Put:
 class Etcd:
     """``answered`` is called at every answer: a sign of life. Use it on one event loop."""
 
-    def __init__(self, endpoint: str, answered: Callable[[], None]) -> None:
-        self._channel = grpc.insecure_channel(f"dns:///{endpoint}", options=OPTIONS)
+    def __init__(self, endpoint: str, answered: Callable[[], None], login: Login) -> None:
+        self._channel, self._login = login.dial(f"dns:///{endpoint}", OPTIONS), login
         self._kv, self._leases = etcd.KVStub(self._channel), etcd.LeaseStub(self._channel)
         self._watches = etcd.WatchStub(self._channel)
         self._renewals: Stream[Any, Any] | None = None
         self._answered = answered
+        self._metadata: Metadata = ()
 
     def close(self) -> None:
         if self._renewals:
@@ -112,7 +114,7 @@ class Etcd:
     async def renew(self, lease: int) -> None:
         """One at a time."""
         if self._renewals is None:
-            self._renewals = Stream(self._leases.LeaseKeepAlive)
+            self._renewals = Stream(self._leases.LeaseKeepAlive, await self._token())
         self._renewals.send(etcd.LeaseKeepAliveRequest(ID=lease))
         answer = await self._hear(self._renewals.next(), CALL_S)
         if answer.TTL <= 0:
@@ -127,7 +129,7 @@ class Etcd:
         Compacted where the revision is gone; Away after ``quiet_s`` without any answer.
         """
         create = etcd.WatchCreateRequest(key=prefix, range_end=prefix_range_end(prefix), start_revision=revision)
-        stream: Stream[Any, Any] = Stream(self._watches.Watch, REQUIRE_LEADER)
+        stream: Stream[Any, Any] = Stream(self._watches.Watch, (*REQUIRE_LEADER, *await self._token()))
         stream.send(etcd.WatchRequest(create_request=create))
         signs = asyncio.create_task(_ask_for_signs(stream, sign_s), name="etcd-signs")
         try:
@@ -144,7 +146,16 @@ class Etcd:
             stream.close()
 
     async def _ask(self, method: Unary[Any], request: object) -> Any:
-        return await self._hear(unary(method, request, CALL_S), 2 * CALL_S)
+        return await self._hear(unary(method, request, CALL_S, await self._token()), 2 * CALL_S)
+
+    async def _token(self) -> Metadata:
+        """What goes with every call where etcd has users: a token, good for as long as this connection is used."""
+        if self._login.user and not self._metadata:
+            name, password = self._login.user
+            request = etcd.AuthenticateRequest(name=name, password=password)
+            answer = await self._hear(unary(etcd.AuthStub(self._channel).Authenticate, request, CALL_S), 2 * CALL_S)
+            self._metadata = (("token", answer.token),)
+        return self._metadata
 
     async def _hear(self, answering: Awaitable[T], limit_s: float) -> T:
         try:

@@ -13,11 +13,13 @@ from moonpool.cluster.election import Lead
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.book import Book
 from moonpool.cluster.etcd.client import Away, Etcd, LeaseLost
+from moonpool.cluster.etcd.login import Login
 from moonpool.cluster.etcd.records import over
 from moonpool.cluster.etcd.registration import OnFenced, Registration, end_life
 from moonpool.cluster.etcd.trust import Trust
 from moonpool.cluster.etcd.watch import Watch
 from moonpool.core.config import TimingConfig
+from moonpool.core.errors import ConfigError
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Liveness, Member, MemberChange
 
@@ -100,7 +102,12 @@ class Core:
 
     async def _connection(self, endpoint: str) -> None:
         self.attempts += 1
-        etcd = Etcd(endpoint, lambda: self._trust.answered(time.monotonic()))
+        try:
+            login = Login.read(self.address)
+        except ConfigError as e:  # the files are read anew at every connection: they may be good again
+            self.trouble = e.message
+            return
+        etcd = Etcd(endpoint, lambda: self._trust.answered(time.monotonic()), login)
         try:
             await self._connected(etcd)
         except* (Away, LeaseLost) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.book import Book
 from moonpool.cluster.etcd.client import Away, Etcd
+from moonpool.cluster.etcd.login import Login
 from moonpool.core.errors import NoPath
 from moonpool.core.membership import MemberChange
 
@@ -12,9 +13,9 @@ from moonpool.core.membership import MemberChange
 async def members(registry: str) -> list[MemberChange]:
     """Whoever has no lease any more is said to be silent, also where nobody is left to say so. NoPath without an answer."""
     address = EtcdAddress.parse(registry)
-    trouble = ""
+    trouble, login = "", Login.read(address)
     for endpoint in address.endpoints:
-        etcd = Etcd(endpoint, lambda: None)
+        etcd = Etcd(endpoint, lambda: None, login)
         try:
             items, revision = await etcd.read(address.everything)
         except Away as e:

@@ -17,6 +17,8 @@ import grpc
 Q = TypeVar("Q", contravariant=True)
 A = TypeVar("A")
 
+Metadata = tuple[tuple[str, str], ...]
+
 AHEAD = 64  # answers read before anybody wants them
 
 
@@ -25,14 +27,14 @@ class Ended(Exception):
 
 
 class Unary(Protocol[Q]):
-    def future(self, request: Q, timeout: float | None = ...) -> Any: ...
+    def future(self, request: Q, timeout: float | None = ..., metadata: Metadata | None = ...) -> Any: ...
 
 
-async def unary(method: Unary[Q], request: Q, timeout_s: float) -> Any:
+async def unary(method: Unary[Q], request: Q, timeout_s: float, metadata: Metadata = ()) -> Any:
     """The answer. grpc.RpcError, also where the channel was closed meanwhile."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
-    call = method.future(request, timeout=timeout_s)
+    call = method.future(request, timeout=timeout_s, metadata=metadata)
     call.add_done_callback(lambda _: _post(loop, _set, ended))
     try:
         await ended
@@ -44,7 +46,7 @@ async def unary(method: Unary[Q], request: Q, timeout_s: float) -> Any:
 class Stream(Generic[Q, A]):
     """One call with requests and answers, read by a thread of its own."""
 
-    def __init__(self, method: Callable[..., Any], metadata: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(self, method: Callable[..., Any], metadata: Metadata = ()) -> None:
         self._loop = asyncio.get_running_loop()
         self._requests: queue.SimpleQueue[Q | None] = queue.SimpleQueue()
         self._answers: asyncio.Queue[A | Exception] = asyncio.Queue()

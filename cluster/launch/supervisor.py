@@ -122,7 +122,7 @@ class Supervisor:
 
     async def _open_registry(self) -> str:
         if self._config.cluster.registry:
-            return registry_of(self._config.cluster)
+            return registry_of(self._config)
         self._registry = Registry(self._config.timing)
         return await self._registry.start(self._config.cluster.host)
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from moonpool.cluster.etcd.address import EtcdAddress
 from moonpool.cluster.etcd.client import Etcd
+from moonpool.cluster.etcd.login import Login
 from moonpool.cluster.membership import Membership
 from moonpool.core.config import TimingConfig
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
@@ -80,7 +81,7 @@ async def beating(etcd: Etcd, address: EtcdAddress, count: int, limit_s: float =
 async def operator(registry: str) -> AsyncIterator[tuple[Etcd, EtcdAddress]]:
     """Someone with a client of their own."""
     address = EtcdAddress.parse(registry)
-    etcd = Etcd(address.endpoints[0], lambda: None)
+    etcd = Etcd(address.endpoints[0], lambda: None, Login.read(address))
     try:
         yield etcd, address
     finally:

@@ -30,9 +30,13 @@ def free_port() -> int:
 
 
 class EtcdServer:
-    """Keeps its port over restarts. Use as a context manager: it stops, whatever state it is in."""
+    """Keeps its port over restarts. Use as a context manager: it stops, whatever state it is in.
 
-    def __init__(self, folder: Path) -> None:
+    ``tls``: a folder with ca.pem, cert.pem and key.pem; it then speaks TLS only, and asks clients for certificates of that CA.
+    """
+
+    def __init__(self, folder: Path, *, tls: Path | None = None) -> None:
+        self._tls = tls
         self._binary, self._folder = etcd_binary(), folder
         self.port, self._peer_port = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -42,7 +46,7 @@ class EtcdServer:
         return f"etcd://127.0.0.1:{self.port}/moonpool/test"
 
     def start(self) -> None:
-        client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
         options = {
             "data-dir": self._folder / "data",
             "log-level": "error",
@@ -52,6 +56,9 @@ class EtcdServer:
             "initial-advertise-peer-urls": peer,
             "initial-cluster": f"default={peer}",
         }
+        if self._tls:
+            files = {"cert-file": "cert.pem", "key-file": "key.pem", "trusted-ca-file": "ca.pem"}
+            options |= {name: self._tls / file for name, file in files.items()} | {"client-cert-auth": "true"}
         self._folder.mkdir(exist_ok=True)
         with (self._folder / "etcd.log").open("ab") as log:
             self._process = subprocess.Popen(

@@ -12,7 +12,7 @@ from moonpool.cluster.etcd.address import EtcdAddress, registry_of
 from moonpool.cluster.etcd.book import Book, Item
 from moonpool.cluster.etcd.records import MAX_BYTES, decode, encode
 from moonpool.cluster.etcd.trust import Trust
-from moonpool.core.config import ClusterConfig
+from moonpool.core.config import ClusterConfig, Config
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.layout import KVLayout
@@ -57,9 +57,9 @@ def test_a_malformed_address_is_refused_with_the_right_form(text: str) -> None:
 
 
 def test_clusters_share_an_etcd_under_their_names() -> None:
-    assert registry_of(ClusterConfig(name="red", registry="etcd://a:1")) == "etcd://a:1/moonpool/red"
-    assert registry_of(ClusterConfig(registry="a:1")) == "a:1"
-    assert registry_of(ClusterConfig()) == ""
+    assert registry_of(Config(cluster=ClusterConfig(name="red", registry="etcd://a:1"))) == "etcd://a:1/moonpool/red"
+    assert registry_of(Config(cluster=ClusterConfig(registry="a:1"))) == "a:1"
+    assert registry_of(Config()) == ""
 
 
 # records

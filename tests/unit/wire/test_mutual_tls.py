@@ -181,7 +181,7 @@ async def test_streams_are_checked_before_their_first_answer(house: House) -> No
                 assert (await anext(aiter(call))).proof == "one"
                 call.cancel()
             else:
-                with pytest.raises(grpc.aio.AioRpcError, match="may not call Registry.Watch"):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"may not call Registry\.Watch"):
                     await anext(aiter(call))
                 assert house.served.calls == 0
 
