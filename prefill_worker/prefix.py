@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.errors import DigestMismatch, MoonpoolError
+from moonpool.core.hits import usable
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
@@ -63,6 +64,10 @@ class Found:
     @property
     def fetch_seconds(self) -> float:
         return sum(timing.seconds for timing in self.links)
+
+    def cut(self, first: int, quantum: int) -> None:
+        """Of the blocks held, the prompt's from ``first`` on, use no more than whole quanta of the prompt."""
+        del self.slots[max(usable(first + len(self.slots), quantum) - first, 0) :]
 
     async def close(self) -> None:
         tickets, self.tickets = self.tickets, []
