@@ -42,6 +42,7 @@ class PoolPrefix:
         found = await find(client, self._link.node, self._peers, sequence.keys, matched, segments, wait)
         live.fetch_seconds += found.fetch_seconds
         self.links.extend(found.links)
+        found.cut(matched, self._engine.pages.quantum)
         if client is None or not found.slots:
             return matched
         pages = sequence.pages[matched : matched + len(found.slots)]

@@ -50,5 +50,6 @@ def conductor_of(config: Config) -> Conductor:
         log_limit=scheduler.log_limit,
         max_waiting=scheduler.max_waiting,
         planner=make_planner(scheduler),
+        min_hit_tokens=config.security.min_hit_tokens,
         rule=Rule(scheduler.order == "shortest", scheduler.age_weight, scheduler.wait_cap_ms / 1e3 or inf),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.errors import Bug
 from moonpool.core.events import BlockChange, BlockEvent, Tier
+from moonpool.core.hits import usable
 
 
 class OutOfPages(Exception):
@@ -33,9 +34,11 @@ class _Entry:
 class PagePool:
     """Pages ``0 .. pages - 1``. Not thread-safe: one owner."""
 
-    def __init__(self, pages: int, on_free: Callable[[Sequence[int]], None] | None = None) -> None:
-        """``on_free`` is told of pages whose content died, before they can be handed out again."""
+    def __init__(self, pages: int, on_free: Callable[[Sequence[int]], None] | None = None, *, quantum: int = 1) -> None:
+        """``on_free`` is told of pages whose content died, before they can be handed out again. A match counts in multiples
+        of ``quantum`` pages."""
         self.total = pages
+        self.quantum = quantum
         self._on_free = on_free
         self._free = list(range(pages - 1, -1, -1))  # a stack: low pages first, so that a quiet worker touches few
         self._refs = [0] * pages
@@ -66,7 +69,7 @@ class PagePool:
         n = 0
         while n < len(keys) and keys[n] in self._by_key:
             n += 1
-        return n
+        return usable(n, self.quantum)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the leading ``keys`` that are here, each retained for the caller, who releases them."""

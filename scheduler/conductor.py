@@ -14,6 +14,8 @@ import numpy as np
 
 from moonpool.core.errors import Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
+from moonpool.core.hits import hit_quantum
+from moonpool.core.hits import usable as usable_blocks
 from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.membership import Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
@@ -71,10 +73,12 @@ class Conductor:
         planner: Planner | None = None,
         rule: Rule | None = None,
         seeds: Seeds | None = None,
+        min_hit_tokens: int = 0,
     ) -> None:
         """``booking_s``: total budget of a request, after which nothing of it can be alive. ``planner``: switches roles.
         ``rule``: the order of prefill workers' own queues; None: that of arrival. ``seeds``: what prefills and steps take
-        before any was measured."""
+        before any was measured. ``min_hit_tokens``: of cached prefixes only multiples of so many are used."""
+        self._min_hit_tokens = min_hit_tokens
         self.policy: Policy = policy or PooledMinTtft()
         self.admission: Admission = admission or Certain()
         self.links = Links()
@@ -260,21 +264,26 @@ class Conductor:
         if isinstance(rows, Refusal):
             return rows
         prompt = Prompt(request.prompt_tokens, len(request.keys), self._view.block_tokens)
-        held = self._held(request.keys, board, rows)
+        quantum = hit_quantum(self._min_hit_tokens, self._view.block_tokens)
+        held = self._held(request.keys, board, rows, quantum)
         soon, sharing = self._view.alike(request.keys, held.anywhere)
+        if quantum > 1:
+            soon = tuple(replace(one, blocks=usable_blocks(one.blocks, quantum)) for one in soon)
         seconds, pool = self._overhead.seconds, self._view.pool
         queued = self._queue.backlog(request.tenant)
         return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
 
-    def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable) -> Held:
+    def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable, quantum: int) -> Held:
         devices, pool = self._view.devices, self._view.pool
         own = depths(devices.match(keys), devices.bits)[board.device_bit]
         runs = pool.match(keys)
         node = depths(runs, pool.bits)[board.node_bit]
+        if quantum > 1:
+            own, node = own - own % quantum, node - node % quantum
         for depth, mask in reversed(runs):
             names = tuple(sorted(NodeId(name) for name in pool.names(mask) if name not in rows.barred))
-            if names:
-                return Held(own, node, depth, names)
+            if names and usable_blocks(depth, quantum):
+                return Held(own, node, usable_blocks(depth, quantum), names)
         return Held(own, node, 0)
 
     def _decide(self, asked: Asked, choice: Choice, record: Decision, *, admit: bool) -> Placement | Refusal:

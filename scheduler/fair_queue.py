@@ -134,9 +134,7 @@ class FairQueue:
             yield waiting
             self._next_turn(turns, at + waiting.work_s / self._weights[tenant], tenant, lines[tenant])
 
-    def _next_turn(
-        self, turns: list[tuple[float, int, str, Waiting]], at: float, tenant: str, line: Iterator[Waiting]
-    ) -> None:
+    def _next_turn(self, turns: list[tuple[float, int, str, Waiting]], at: float, tenant: str, line: Iterator[Waiting]) -> None:
         waiting = next(line, None)
         if waiting is not None:
             heapq.heappush(turns, (at, waiting.order, tenant, waiting))
