@@ -82,6 +82,7 @@ def settings_of(choices: Choices, folder: Path, model_dir: Path, name: str, regi
         "cluster.key_file": str(folder / "hash.key"),
         "cluster.max_restarts": "1000000",
         "cluster.registry": registry,
+        "security.allow_plain": "true",  # the network is this machine's alone
         **(choices.settings or {}),
     }
 
