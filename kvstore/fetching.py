@@ -19,6 +19,7 @@ from moonpool.core.membership import Member
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.sources import Sources
 from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
@@ -66,6 +67,7 @@ class Fetcher:
         self._coming: dict[bytes, asyncio.Task[Moved]] = {}  # who fetches what: several readers share one fetch
         self._channels: dict[str, Any] = {}
         self._names = count(1)
+        self._sources = Sources(node.peers, lambda: node.clock())
         self.bytes_in = 0
         self.bytes_out = 0
         self.failed = 0
@@ -76,6 +78,7 @@ class Fetcher:
             "fetch_bytes_out": self.bytes_out,
             "fetches_open": len(set(self._coming.values())),
             "fetches_failed": self.failed,
+            "fetches_not_tried": self._sources.not_tried,
         }
 
     async def close(self) -> None:
@@ -190,11 +193,13 @@ class Fetcher:
         order: pb.store.PushToRequest,
     ) -> Moved:
         """Never raises: what did not come is a miss, and counted."""
-        node = self._node
+        node, writer = self._node, Life(store.id, store.incarnation)
+        if not self._sources.begin(writer):
+            return Moved(0, "")
         ask = LandingAsk(
             RequestId(f"fetch.{node.member.id}.{node.member.incarnation}.{next(self._names)}"),
             0,
-            Life(store.id, store.incarnation),
+            writer,
             None,
             layout,
             tuple(keys),
@@ -207,12 +212,15 @@ class Fetcher:
             landing = await node.grant(ask)
         except Busy as e:
             self.failed += 1
+            self._sources.ended(writer, e)
             log.info("fetch_without_room", error=e.message)
             return Moved(0, "")
         try:
-            moved = await self._ask_for_push(landing, layout, Life(store.id, store.incarnation), address, deadline_s, order)
+            moved = await self._ask_for_push(landing, layout, writer, address, deadline_s, order)
+            self._sources.ended(writer, None)
         except MoonpoolError as e:
             self.failed += 1
+            self._sources.ended(writer, e)
             log.warning("fetch_failed", source=store.id, error=e.message)
             moved = Moved(0, "")
         finally:

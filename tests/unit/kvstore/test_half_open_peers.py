@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from moonpool.core.ids import NodeId, RequestId, Role
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.kvstore import push_target
 from moonpool.kvstore.pusher import Pusher
+from moonpool.kvstore.sources import PACE
 
 KINDS = ("never accepts", "never answers", "answers half a header", "closes after accept")
 HALF_A_HEADER = b"\x00\x00\x12\x04"  # of an HTTP/2 SETTINGS frame
@@ -77,6 +79,25 @@ async def test_fetches_from_peers_that_do_not_answer_end_at_their_deadline_and_h
         for i in range(len(KINDS)):
             s.roll.say(member(f"store-h{i}", Role.STORE, f"h{i}", incarnation=2))
         await s.require_idle()
+
+
+async def test_a_node_from_which_nothing_comes_is_a_miss_at_once_until_it_answers_a_probe(tmp_path: Path) -> None:
+    async with stores(tmp_path, "a", "b", slots=64) as s, peer("closes after accept") as half:
+        await s.publish("b", block_keys("k", 2))
+        well = s.nodes["b"].member
+        s.roll.say(replace(well, address=half.address))
+        lost = block_keys("x", PACE.failures + 1)
+        for key in lost[:-1]:
+            assert (await s.workers["a"].fetch([key], NodeId("b"), half.address, 1_000)).ticket.slots == ()
+        before = half.connections
+        assert (await s.workers["a"].fetch(lost[-1:], NodeId("b"), half.address, 1_000)).ticket.slots == ()
+        assert s.nodes["a"].numbers()["fetches_not_tried"] == 1
+        assert half.connections == before
+        s.roll.say(well)
+        async with asyncio.timeout(5):
+            while not (await s.fetch("a", block_keys("k", 2), "b")).slots:
+                pass
+        s.roll.say(member("store-b", Role.STORE, "b", incarnation=9))
 
 
 async def grant_refused(folder: Path, kind: str) -> str:
