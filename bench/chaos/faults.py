@@ -36,6 +36,7 @@ class Fault:
     def __init__(self, planned: Planned, house: House) -> None:
         self.planned, self.house = planned, house
         self.targets: tuple[str, ...] = ()
+        self.killed = 0  # the process that it took away
 
     def strike(self, rng: np.random.Generator) -> str:
         raise NotImplementedError
@@ -61,8 +62,8 @@ class Fault:
 class Kill(Fault):
     def strike(self, rng: np.random.Generator) -> str:
         member = self._anyone(rng)
-        self.targets = (member,)
-        return f"{member} {_signalled(self._pid(member), signal.SIGKILL)}"
+        self.targets, self.killed = (member,), self._pid(member)
+        return f"{member} {_signalled(self.killed, signal.SIGKILL)}"
 
     def heal(self) -> None:
         if self.targets == (REGISTRY,):

@@ -183,8 +183,10 @@ class House:
                 self.urls[name] = url
         return self._known
 
-    async def unready(self, wanted: tuple[str, ...]) -> list[str]:
-        """Those of ``wanted`` that are not live and ready, in the registry's words and by a living process."""
+    async def unready(self, wanted: tuple[str, ...], *, without: int = 0) -> list[str]:
+        """Those of ``wanted`` that are not live and ready, in the registry's words and by a living process other than
+        ``without`` (which was killed, and may take a moment to go).
+        """
         try:
             known = await self.look()
         except MoonpoolError:
@@ -197,7 +199,8 @@ class House:
             or known[name].liveness is not Liveness.LIVE
             or not known[name].member.ready
             or name not in alive
-            or alive[name].pid != known[name].member.pid
+            or known[name].member.pid != alive[name].pid
+            or known[name].member.pid == without
         ]
 
     async def numbers(self) -> dict[str, dict[str, float]]:

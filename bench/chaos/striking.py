@@ -109,11 +109,11 @@ class Striking:
     async def _watch(self) -> None:
         """Closes strikes whose targets are back, and tells the load which gateways are being struck."""
         while True:
-            for struck, _ in list(self._open.values()):
+            for struck, fault in list(self._open.values()):
                 for gateway in set(GATEWAYS) & set(struck.targets):
                     self._load.gateway_struck[gateway] = self._log.now()
                 wanted = tuple(t for t in struck.targets if t != REGISTRY) or MEMBERS
-                if struck.healed_s is None or await self._house.unready(wanted):
+                if struck.healed_s is None or await self._house.unready(wanted, without=fault.killed):
                     continue
                 struck.restored_s = self._log.now()
                 self._log.write("restored", number=struck.number, kind=struck.kind)
