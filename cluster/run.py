@@ -28,6 +28,8 @@ async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None
     code, why = await process.live()
     if why:
         print(f"{spec.member}: {why}", file=sys.stderr, flush=True)
+    if process.cut_short:  # everything is put away; only loading goes on, which nobody wants any more
+        os._exit(code)
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 
 import grpc
@@ -17,8 +18,16 @@ from moonpool.core.membership import Member, Service, WorkerReport
 
 
 class Dummy:
-    def __init__(self, lives: str) -> None:
+    """``drains``: it has something that does not end by itself."""
+
+    def __init__(self, lives: str, drains: bool = False) -> None:
         self._lives = lives
+        self._drains = drains
+
+    async def drain(self, limit_s: float) -> None:
+        if self._drains:
+            print("drains", flush=True)
+            await asyncio.sleep(limit_s)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         pass
@@ -39,12 +48,15 @@ class Dummy:
 async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     if spec.config.model.name == "broken":
         raise ConfigError("model.name: 'broken' cannot be loaded; use another")
+    if spec.config.model.name == "big":
+        say("loading")
+        await asyncio.to_thread(time.sleep, 60.0)
     first = str(member.incarnation)
 
     async def again(member: Member) -> tuple[Service, Member]:
         return Dummy(f"{first} {member.incarnation}"), member
 
-    return Made(Dummy(first), member, again)
+    return Made(Dummy(first, spec.config.model.name == "busy"), member, again)
 
 
 if __name__ == "__main__":
