@@ -9,7 +9,7 @@ from typing import Literal
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import Segment
 from moonpool.core.placement import Source as SegmentSource
-from moonpool.core.use import Use
+from moonpool.core.use import DEFAULT_TENANT, Use
 from moonpool.loadgen.plan import Scaling, plan_sends
 from moonpool.loadgen.trace import Trace, TraceRow
 from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync, SwitchRole
@@ -46,10 +46,12 @@ def simulate(
     bursts: Bursts = "released",
     seed: int = 0,
     on_progress: Progress | None = None,
+    tenants: Sequence[str] = (),
 ) -> Outcome:
     """What becomes of ``rows``. Equal arguments, equal outcome; policies and admissions keep state, so give fresh ones.
 
     ``speed`` 2 lets requests come twice as fast; ``bursts`` spread: requests of one timestamp come evenly until the next one.
+    ``tenants`` says whose each row is; without it all are one tenant's.
     ``seed`` is that of ``SimCluster.noise``. ``on_progress`` hears (requests ended, of how many). ConfigError for values that
     cannot be meant.
     """
@@ -61,7 +63,7 @@ def simulate(
         log_limit=DECISIONS_KEPT,
         rule=cluster.rule,
     )
-    return Simulation(rows, cluster, conductor, speed, bursts, seed, on_progress).run()
+    return Simulation(rows, cluster, conductor, speed, bursts, seed, on_progress, tenants).run()
 
 
 class Simulation:
@@ -76,6 +78,7 @@ class Simulation:
         bursts: Bursts = "released",
         seed: int = 0,
         on_progress: Progress | None = None,
+        tenants: Sequence[str] = (),
     ) -> None:
         self.cluster = cluster
         self.clock = Clock()
@@ -92,7 +95,7 @@ class Simulation:
         self.machines = Machines(self.site, self.gateway)
         self.outcome = Outcome([], cluster.targets.ttft_s, cluster.targets.tbt_s, counters)
         self._on_progress = on_progress
-        self._requests = self._read(rows, speed, bursts)
+        self._requests = self._read(rows, speed, bursts, tenants or [DEFAULT_TENANT] * len(rows))
         self._left = len(self._requests)
 
     def run(self) -> Outcome:
@@ -109,18 +112,19 @@ class Simulation:
     def _arrival(self, request: SimRequest) -> Callable[[], None]:
         return lambda: self.gateway.arrive(request)
 
-    def _read(self, rows: Sequence[TraceRow], speed: float, bursts: Bursts) -> list[SimRequest]:
+    def _read(self, rows: Sequence[TraceRow], speed: float, bursts: Bursts, tenants: Sequence[str]) -> list[SimRequest]:
         block = self.cluster.model.block_tokens
         plan = plan_sends(Trace(tuple(rows), block), Scaling(speed=speed, spread=bursts == "spread"))
         out = []
-        for at, (row, send, turn) in enumerate(zip(rows, plan.sends, turns(rows, block), strict=True)):
+        each = zip(rows, plan.sends, turns(rows, block), tenants, strict=True)
+        for at, (row, send, turn, tenant) in enumerate(each):
             wanted = max(row.output_length, 1)
             if self.cluster.max_output:
                 wanted = min(wanted, self.cluster.max_output)
             keys = tuple(one.to_bytes(16, "little") for one in row.hash_ids[: row.input_length // block])
             result = RequestOutcome(at, send.at_s, row.input_length, wanted, turn=turn)
             self.outcome.requests.append(result)
-            use = Use(turn=turn, prompt_tokens=row.input_length)
+            use = Use(tenant, turn=turn, prompt_tokens=row.input_length)
             out.append(SimRequest(f"r{at}", keys, row.input_length, wanted, use, result))
         return out
 
