@@ -71,8 +71,8 @@ class Probe:
         self._numbers_at = self._ticked
         self._asked: Future[None] | None = None
         self.errors = 0
-        self._ticking = asyncio.create_task(self._tick(), name="probe-tick")
         self._server = ProbeServer(host, port, self._respond)
+        self._ticking = asyncio.create_task(self._tick(), name="probe-tick")
 
     @property
     def address(self) -> str:

@@ -18,7 +18,7 @@ from support.steady_load import SteadyLoad
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 TWICE = [{"name": n, "prefill": 1, "decode": 1, "conductor": 1, "gateway": 1} for n in ("a", "b")]
 TOKENS = 60
@@ -59,7 +59,7 @@ def restart(cluster: LocalCluster, *options: str) -> subprocess.CompletedProcess
     """``moonpool restart`` as a user types it."""
     where = ("--set", f"cluster.state_dir={cluster.folder / 'state'}", "--set", f"cluster.name={cluster.name}")
     command = [sys.executable, "-m", "moonpool.cli.main", "restart", *where, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
 
 
 async def test_every_process_restarts_in_turn_and_no_request_is_lost(cluster: LocalCluster, oracle: Oracle) -> None:
