@@ -111,7 +111,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
             reader.cancel()
             if self._sessions.get(member.id) is fences:
                 del self._sessions[member.id]
-                self._tell(self.roster.broken(member.id, member.incarnation))  # says nothing when it left in order
+                left = self.roster.broken(member.id, member.incarnation, self._clock())
+                self._tell(left)  # nothing when it left in order
 
     def _join(self, beat: pb.registry.MemberBeat) -> Member:
         member = from_wire(beat.member, Member)
@@ -158,6 +159,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         return pb.types.Empty()
 
     async def Lead(self, request: pb.registry.LeadRequest, context: grpc.aio.ServicerContext) -> pb.registry.LeadReply:
+        await require_own_name(context, request.member)
         said = self._lead(MemberId(request.member), Incarnation(request.incarnation), request.known_term, request.held_term)
         lease_ms = int(1000 * said.lease_s)
         return pb.registry.LeadReply(leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms)

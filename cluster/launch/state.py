@@ -67,7 +67,8 @@ class StateDir:
     def create(cls, path: Path) -> StateDir:
         """For a cluster that starts. ConfigError where it cannot be written."""
         try:
-            (path / "pids").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)  # logs tell names of requests and tenants
+            (path / "pids").mkdir(exist_ok=True)
             (path / "logs").mkdir(exist_ok=True)
         except OSError as e:
             raise ConfigError(f"cluster.state_dir: cannot write {path}: {e.strerror}; give a writable folder") from e
