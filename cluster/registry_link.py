@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -25,6 +26,7 @@ from moonpool.wire.status import why_unreachable
 
 OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
 BACKOFF_S = (0.1, 2.0)
+STEADY_S = 5.0  # a session that lasted this long begins the back-off anew
 LEAD_S = 1.0  # to be answered whether this conductor leads
 UNKNOWN_AFTER_S = 5.0  # a registry that came back empty has heard everybody who lives by then
 
@@ -172,8 +174,11 @@ class _Session:
     def _run(self) -> None:
         delays = _backoff()
         while not self._leaving:
+            began = time.monotonic()
             if self._one_stream():
                 return
+            if time.monotonic() > began + STEADY_S:
+                delays = _backoff()
             with self._wake:
                 self._news = True
                 self._wake.wait_for(lambda: self._leaving, next(delays))

@@ -34,6 +34,7 @@ class Roster:
         self._known: dict[MemberId, MemberChange] = {}  # the newest life of each id
         self._beats: dict[MemberId, float] = {}  # of live members
         self._swept: float | None = None
+        self._forgiven_until = 0.0
 
     def snapshot(self) -> list[MemberChange]:
         return list(self._known.values())
@@ -66,8 +67,14 @@ class Roster:
             raise Fenced(f"{member}: was declared {known.liveness.value}: {known.proof}")
         self._beats[member] = now
 
-    def broken(self, member: MemberId, incarnation: Incarnation) -> list[MemberChange]:
-        """The session's stream broke: the process died, or the network did."""
+    def broken(self, member: MemberId, incarnation: Incarnation, now: float) -> list[MemberChange]:
+        """The session's stream broke: the process died, or the network did.
+
+        Where the registry itself was frozen for long, members have given up sessions that it never read: they come again, or
+        miss their beats.
+        """
+        if self._was_away(now) > self._silent_after_s or now < self._forgiven_until:
+            return []
         return self._turn(member, incarnation, Liveness.SILENT, "its session broke")
 
     def gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> list[MemberChange]:
@@ -79,8 +86,10 @@ class Roster:
         A late sweep means that the registry itself was frozen or starved, and beats may be waiting unread: beyond a
         quarter of ``silent_after_s``, time since the last sweep counts against nobody.
         """
-        lost = now - self._swept - self._silent_after_s / 4 if self._swept is not None else 0.0
+        lost = self._was_away(now)
         self._swept = now
+        if lost > self._silent_after_s:
+            self._forgiven_until = now + self._silent_after_s
         if lost > 0:
             self._beats = {member: last + lost for member, last in self._beats.items()}
         changes = []
@@ -89,6 +98,10 @@ class Roster:
                 proof = f"no heartbeat for {1000 * (now - last):.0f} ms"
                 changes += self._turn(member, self._known[member].member.incarnation, Liveness.SILENT, proof)
         return changes
+
+    def _was_away(self, now: float) -> float:
+        """Seconds that count against nobody; not positive where sweeps come as they should."""
+        return now - self._swept - self._silent_after_s / 4 if self._swept is not None else 0.0
 
     def _turn(self, member: MemberId, incarnation: Incarnation, to: Liveness, proof: str) -> list[MemberChange]:
         known = self._known.get(member)

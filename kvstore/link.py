@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 
 from moonpool.core.config import TimingConfig
@@ -110,7 +111,7 @@ class StoreLink:
                 raise
             except (MoonpoolError, OSError) as e:
                 log.warning("store node %s at %s: %s", store.id, store.address, e)
-                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)])
+                await asyncio.sleep(RETRY_S[min(tries, len(RETRY_S) - 1)] * random.uniform(0.5, 1.0))  # not all in step
                 tries += 1
                 continue
             self.client = client

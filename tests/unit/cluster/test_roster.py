@@ -36,14 +36,14 @@ def test_a_member_without_beats_falls_silent_and_only_proof_makes_it_gone() -> N
 def test_a_broken_session_is_silent_at_once() -> None:
     roster = Roster(1.0)
     roster.join(member(), 0.0)
-    assert told(roster.broken(MemberId("prefill-0"), Incarnation(1))) == [(1, "silent")]
-    assert told(roster.broken(MemberId("prefill-0"), Incarnation(1))) == []
+    assert told(roster.broken(MemberId("prefill-0"), Incarnation(1), 0.1)) == [(1, "silent")]
+    assert told(roster.broken(MemberId("prefill-0"), Incarnation(1), 0.1)) == []
 
 
 def test_a_silent_life_that_speaks_again_is_fenced() -> None:
     roster = Roster(1.0)
     roster.join(member(), 0.0)
-    roster.broken(MemberId("prefill-0"), Incarnation(1))
+    roster.broken(MemberId("prefill-0"), Incarnation(1), 0.1)
     with pytest.raises(Fenced, match="silent"):
         roster.beat(MemberId("prefill-0"), Incarnation(1), 0.1)
     with pytest.raises(Fenced, match="silent"):
@@ -104,7 +104,7 @@ def test_a_life_never_goes_back_and_the_newest_one_is_known(steps: list[tuple[st
             elif step == "beat":
                 roster.beat(name, incarnation, now * 0.4)
             elif step == "broken":
-                changes = roster.broken(name, incarnation)
+                changes = roster.broken(name, incarnation, now * 0.4)
             elif step == "gone":
                 changes = roster.gone(name, incarnation, "proof")
             else:
@@ -135,3 +135,16 @@ def test_members_of_one_protocol_may_be_exchanged_one_by_one_for_those_of_anothe
         roster.join(member(name, version="2.0.0"), 0.0)
     for name in ("prefill-0", "prefill-1"):
         assert told(roster.join(member(name, 2, version="2.1.0"), 0.1)) == [(1, "gone"), (2, "live")]
+
+
+def test_a_registry_that_was_frozen_holds_no_session_against_anybody_that_broke_meanwhile() -> None:
+    roster = Roster(1.0)
+    for name in ("prefill-0", "prefill-1"):
+        roster.join(member(name), 0.0)
+    roster.sweep(0.5)
+    assert roster.broken(MemberId("prefill-0"), Incarnation(1), 20.0) == [], "before its first sweep again"
+    assert roster.sweep(20.1) == []
+    assert roster.broken(MemberId("prefill-1"), Incarnation(1), 20.2) == [], "and after it"
+    assert told(roster.join(member(), 20.5)) == [(1, "live")], "the same life comes back"
+    assert told([c for t in (20.3, 20.5, 20.7, 20.9, 21.1, 21.3) for c in roster.sweep(t)]) == [(1, "silent")], "the other not"
+    assert told(roster.broken(MemberId("prefill-0"), Incarnation(1), 21.35)) == [(1, "silent")]
