@@ -93,6 +93,13 @@ class Load:
         await asyncio.gather(*self._clients)
         await self.close()
 
+    async def abandon(self) -> None:
+        """Ends requests under way, too; a no-op after ``end``."""
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        await self.close()
+
     async def _client(self, number: int) -> None:
         rng = np.random.default_rng((self._seed, number))
         while self._going():

@@ -161,6 +161,7 @@ class _Run:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            await load.abandon()
             self._tally.ended, self._tally.struck, self._tally.resumed = load.ended, striking.struck, further.seen
         if missing := await self._back():
             self._tally.leaks += [f"{name}: not live and ready again" for name in missing]

@@ -19,7 +19,7 @@ SIDE_RUN = 5
 REST_S = 20.0  # at the end of a run nothing strikes any more
 LONG_MINUTES = 10.0
 LEAST = 5  # strikes of each kind in a run of LONG_MINUTES or more; 1 in a shorter one
-CLOSEST_S = 4.0  # between two strikes, where ``minutes`` leave a choice
+CLOSEST_S = 4.0  # between two strikes of a shorter run: it repeats its kinds where there is time
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ def least(minutes: float) -> int:
 
 
 def plan(kinds: Sequence[Kind], minutes: float, seed: int, *, warm_s: float = 5.0) -> list[Planned]:
-    """Strikes in the order of their times: at least ``least(minutes)`` of each kind, more where there is time for them."""
+    """Strikes in the order of their times: ``least(minutes)`` of each kind; in a short run more, where there is time for them."""
     rng = np.random.default_rng(seed)
     span = max(minutes * 60 - warm_s - min(REST_S, minutes * 15), 1.0)
     rounds = max(least(minutes), int(span / (CLOSEST_S * len(kinds))) if kinds else 0)
     if minutes >= LONG_MINUTES:
-        rounds = min(rounds, LEAST + 1)
+        rounds = LEAST
     order = [kinds[i] for _ in range(rounds) for i in rng.permutation(len(kinds))]
     step = span / max(len(order), 1)
     first_side = int(rng.integers(2))
