@@ -151,6 +151,20 @@ def overload(
     _print(measure(OverloadOptions(**_chosen(given))), as_json)
 
 
+@bench.command("fairness")
+def fairness(
+    times: Annotated[int | None, typer.Option("--times", help="The flood's requests on the way.")] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="Of the quiet tenant, in each run.")] = None,
+    live: Annotated[bool, typer.Option("--live/--simulated", help="Also on a cluster started here.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """One tenant floods, another one asks now and then: its time to first token, against its own without the flood."""
+    from moonpool.bench.fairness import FairnessOptions
+    from moonpool.bench.fairness import fairness as measure
+
+    _print(measure(FairnessOptions(**_chosen({"times": times, "requests": requests, "live": live}))), as_json)
+
+
 @bench.command("between")
 def between(
     carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx or ucxx.")] = None,
