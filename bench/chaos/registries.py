@@ -16,7 +16,7 @@ from typing import Protocol
 from moonpool.bench.chaos.network import die_with_parent
 from moonpool.core.errors import ConfigError
 
-START_S = 20.0
+START_S = 120.0
 
 
 class RegistryProcess(Protocol):

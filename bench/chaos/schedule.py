@@ -40,7 +40,7 @@ def least(minutes: float) -> int:
 
 
 def plan(kinds: Sequence[Kind], minutes: float, seed: int, *, warm_s: float = 5.0) -> list[Planned]:
-    """Strikes in the order of their times: ``least(minutes)`` of each kind; in a short run more, where there is time for them."""
+    """Strikes in the order of their times: ``least(minutes)`` of each kind; in a short run more, where time allows."""
     rng = np.random.default_rng(seed)
     span = max(minutes * 60 - warm_s - min(REST_S, minutes * 15), 1.0)
     rounds = max(least(minutes), int(span / (CLOSEST_S * len(kinds))) if kinds else 0)
