@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moonpool.cluster.leaving import landings_ended, workers_gone
+from moonpool.cluster.gateway.tenants.file import pool_quotas
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout
 from moonpool.cluster.process import Made, Say
@@ -65,8 +66,10 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
         layout = RAW_LAYOUTS[-1]
     store = await asyncio.to_thread(_store_class)
 
+    config = with_tenant_quotas(spec.config)
+
     async def start(member: Member) -> StoreNode:
-        node = await store.start(spec.config, member, layout, peers, on_gone=peers.report_gone, progress=Touched(say))
+        node = await store.start(config, member, layout, peers, on_gone=peers.report_gone, progress=Touched(say))
         node.leaving.on_begin = lambda: peers.update(replace(member, ready=False))
         return node
 
@@ -114,6 +117,12 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         return await start(config, engine, member, peers), member
 
     return Made(await start(config, engine, member, peers), member, again, [engine.close])
+
+
+def with_tenant_quotas(config: Config) -> Config:
+    """``config`` with what the file of API keys says of tenants' shares of a pool; ``store.quotas`` overrules it."""
+    quotas = {**pool_quotas(config.security.api_keys_file), **config.store.quotas}
+    return config.model_copy(update={"store": config.store.model_copy(update={"quotas": quotas})})
 
 
 class Touched:

@@ -78,6 +78,16 @@ def write_book(path: Path, book: Book) -> None:
         raise ConfigError(f"{FIELD}: cannot write {path}: {e.strerror}", param=FIELD) from e
 
 
+def pool_quotas(path: str) -> dict[str, int]:
+    """Bytes of a store node's pool by tenant, of those that are limited; none where there is no such file on this host.
+
+    ConfigError where there is one that is not good.
+    """
+    if not path or not Path(path).exists():
+        return {}
+    return {name: tenant.pool_bytes for name, tenant in read_book(Path(path)).tenants.items() if tenant.pool_bytes}
+
+
 def edit_book(path: Path, change: Callable[[Book], dict[str, Any]]) -> Book:
     """Write what ``change`` makes of the book in ``path`` (an empty one where there is no file). One editor at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
