@@ -21,6 +21,7 @@ from moonpool.bench.chaos.network import LOOPBACK, OURS, Network, die_with_paren
 from moonpool.bench.chaos.registries import Embedded, Etcd, RegistryProcess
 from moonpool.bench.chaos.schedule import SIDES
 from moonpool.bench.chaos.supervise import Place, Plan
+from moonpool.cluster.etcd.address import registry_of
 from moonpool.cluster.launch.state import StateDir
 from moonpool.cluster.survey import members
 from moonpool.core.config import MIB, Config
@@ -177,7 +178,7 @@ class House:
 
     async def look(self) -> dict[str, MemberChange]:
         """What the registry says now. MoonpoolError where it does not answer."""
-        self._known = {change.member.id: change for change in await members(self.registry.name)}
+        self._known = {change.member.id: change for change in await members(registry_of(self.config.cluster))}
         for name, change in self._known.items():
             if change.member.role is Role.GATEWAY and (url := change.member.details.get("url")):
                 self.urls[name] = url
