@@ -178,7 +178,7 @@ class House:
 
     async def look(self) -> dict[str, MemberChange]:
         """What the registry says now. MoonpoolError where it does not answer."""
-        self._known = {change.member.id: change for change in await members(registry_of(self.config.cluster))}
+        self._known = {change.member.id: change for change in await members(registry_of(self.config))}
         for name, change in self._known.items():
             if change.member.role is Role.GATEWAY and (url := change.member.details.get("url")):
                 self.urls[name] = url
