@@ -26,6 +26,7 @@ IDLE_AT_ZERO = (
     "waiting",
     "waiting_at_conductors",
     "placing",
+    "held_body_bytes",
 )
 
 

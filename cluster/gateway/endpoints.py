@@ -17,7 +17,7 @@ from moonpool.cluster.gateway.bodies import CompletionBody, SamplingBody, Stream
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.generation import Generation
-from moonpool.cluster.gateway.http import EventStream, error_response, json_response, read_body, unless_left
+from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, json_response, read_body, unless_left
 from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape, Usage
@@ -49,6 +49,7 @@ class Visit:
     lifetime: Lifetime = field(default_factory=Lifetime)
     outcome: str = Reason.CANCELLED.value
     held: int = 0  # choices counted as in flight
+    body_bytes: int = 0  # held in memory until it leaves
     generation: Generation | None = None
     left: bool = False
 
@@ -65,6 +66,7 @@ class Endpoints:
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
         self._visits: dict[str, Visit] = {}
+        self._room = BodyRoom(config.gateway.max_held_bytes)
         self.lifetimes = Lives()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -96,9 +98,8 @@ class Endpoints:
         return visit
 
     async def _answer(self, request: Request, visit: Visit, parse: Callable[[bytes], SamplingBody]) -> Response:
-        config = self._config
         await self._enter(request, visit)
-        raw = await read_body(request, config.gateway.max_body_bytes, config.timing.request_budget_ms / 1000)
+        raw = await self._read(request, visit)
         body = parse(raw)
         self._intake.check_model(body.model)
         visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))
@@ -135,6 +136,17 @@ class Endpoints:
             await hear_out(request.receive)
             raise
 
+    async def _read(self, request: Request, visit: Visit) -> bytes:
+        gateway = self._config.gateway
+        raw = await read_body(request, gateway.max_body_bytes, gateway.body_ms / 1000, self._room)
+        visit.body_bytes = len(raw)
+        return raw
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the bodies of requests in flight."""
+        return self._room.held
+
     def _admit(self, visit: Visit, choices: int) -> None:
         """Count ``choices`` as in flight until the visit leaves."""
         limit = self._config.timing.queue_limit
@@ -164,6 +176,7 @@ class Endpoints:
             return
         visit.left = True
         del self._visits[visit.id]
+        self._room.give(visit.body_bytes)
         if not self._visits:
             self._empty.set()
         self.in_flight -= visit.held

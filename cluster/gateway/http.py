@@ -12,35 +12,68 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.cluster.gateway import sse
-from moonpool.core.errors import Cancelled, DeadlinePassed, MoonpoolError, PromptTooLarge, Reason, Refused
+from moonpool.core.errors import Cancelled, DeadlinePassed, MoonpoolError, Overloaded, PromptTooLarge, Reason, Refused
 
 T = TypeVar("T")
 _DRAIN_BODY = 8  # times the limit: read and dropped, so that a client still sending gets to see its 413
 _CODES = {Reason.UNKNOWN_MODEL: "model_not_found"}
 _RETRY_STATUS = (429, 503)
+_UNREAD = (Reason.PROMPT_TOO_LARGE, Reason.OVERLOADED, Reason.DEADLINE)  # reasons that may have come amid a body
 
 
-async def read_body(request: Request, limit: int, seconds: float) -> bytes:
-    """The whole body, at most ``limit`` bytes: PromptTooLarge before anything is parsed, DeadlinePassed if too slow."""
-    declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > limit
-    body, seen = bytearray(), 0
+class BodyRoom:
+    """Bytes that the bodies of all requests in flight may take together. One event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held = 0
+
+    def take(self, size: int) -> None:
+        """Overloaded where there is no room for ``size`` bytes more; else ``give`` must follow."""
+        if self.held + size > self._limit:
+            raise Overloaded(
+                f"gateway: {self.held} of {self._limit} bytes of request bodies held (gateway.max_held_bytes); try again later",
+                retry_after_s=1.0,
+            )
+        self.held += size
+
+    def give(self, size: int) -> None:
+        self.held -= size
+
+
+async def read_body(request: Request, limit: int, seconds: float, room: BodyRoom) -> bytes:
+    """The whole body, at most ``limit`` bytes, which the caller gives back to ``room``; nothing is held where it raises.
+
+    PromptTooLarge before anything is parsed, DeadlinePassed if it is not there within ``seconds``, Overloaded.
+    """
+    body = bytearray()
     try:
         async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                seen += len(part)
-                too_large = too_large or seen > limit
-                if seen > limit * _DRAIN_BODY:
-                    break
-                if not too_large:
-                    body += part
-    except ClientDisconnect:
-        raise Cancelled("request: the client left while sending its body") from None
-    except TimeoutError:
-        raise DeadlinePassed(f"body: not received within {seconds:.0f} s; send it faster") from None
+            await _read_into(body, request, limit, room)
+    except BaseException as e:
+        room.give(len(body))
+        if isinstance(e, ClientDisconnect):
+            raise Cancelled("request: the client left while sending its body") from None
+        if isinstance(e, TimeoutError):
+            raise DeadlinePassed(f"body: not received within {seconds:.0f} s (gateway.body_ms); send it faster") from None
+        raise
+    return bytes(body)
+
+
+async def _read_into(body: bytearray, request: Request, limit: int, room: BodyRoom) -> None:
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdigit() and int(declared) > limit
+    seen = 0
+    async for part in request.stream():
+        seen += len(part)
+        too_large = too_large or seen > limit
+        if seen > limit * _DRAIN_BODY:
+            break
+        if not too_large:
+            room.take(len(part))
+            body += part
     if too_large:
         raise PromptTooLarge(f"body: larger than {limit} bytes; shorten the prompt, or raise gateway.max_body_bytes")
-    return bytes(body)
 
 
 def error_value(error: MoonpoolError) -> dict[str, Any]:
@@ -56,7 +89,7 @@ def error_response(error: MoonpoolError) -> Response:
     if error.http_status in _RETRY_STATUS:
         wait = error.retry_after_s if isinstance(error, Refused) else 1.0
         headers["retry-after"] = str(max(1, round(wait)))
-    if error.reason is Reason.PROMPT_TOO_LARGE:
+    if error.reason in _UNREAD:
         headers["connection"] = "close"  # part of the body may be unread
     return json_response(error_value(error), status=error.http_status, headers=headers)
 

@@ -13,6 +13,7 @@ import uvicorn
 
 from moonpool.cluster.gateway.app import build_app
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
+from moonpool.cluster.gateway.connections import ConnectionLimits, Connections
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.facts import read_facts
@@ -69,10 +70,12 @@ class Gateway:
         https: Https | None,
         roster: Roster,
         metrics: Metrics,
+        connections: Connections,
     ) -> None:
         self._config = config
         self._roster = roster
         self._metrics = metrics
+        self._connections = connections
         self.registry = metrics.registry
         self._server = server
         self._endpoints = endpoints
@@ -100,8 +103,10 @@ class Gateway:
         intake = Intake(config, prompts, roster, conductors, streams)
         endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics, gate, TenantUsage(metrics.registry))
         app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.page)
+        connections = Connections(_connection_limits(config.gateway))
         settings = uvicorn.Config(
             Goodbye(Guard(app, gate), lambda: endpoints.leaving),
+            http=connections.protocol(),
             lifespan="off",
             ws="none",
             log_config=None,
@@ -113,7 +118,7 @@ class Gateway:
             ssl_context_factory=(lambda *_: https.context) if https else None,
         )
         server = _Server(settings)
-        gateway = cls(config, server, listener, endpoints, conductors, streams, prompts, https, roster, metrics)
+        gateway = cls(config, server, listener, endpoints, conductors, streams, prompts, https, roster, metrics, connections)
         await gateway._server.listening.wait()
         return gateway
 
@@ -127,6 +132,8 @@ class Gateway:
             "workers_avoided": float(self._conductors.avoided),
             "connections": float(len(self._server.server_state.connections)),
             "metrics_failed_count": float(self._metrics.errors),
+            "held_body_bytes": float(self._endpoints.held_bytes),
+            **self._connections.numbers(),
         }
 
     def missing(self) -> list[str]:
@@ -184,6 +191,10 @@ def _reachable(config: Config) -> str:
     if host in ("0.0.0.0", "::"):
         host = config.cluster.host
     return f"[{host}]" if ":" in host else host
+
+
+def _connection_limits(gateway: GatewayConfig) -> ConnectionLimits:
+    return ConnectionLimits(gateway.max_connections, gateway.head_ms / 1000, gateway.slow_reader_ms / 1000)
 
 
 def _listen(gateway: GatewayConfig) -> socket.socket:
