@@ -77,6 +77,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._watchers.discard(queue)
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
+        self._election.ended(member, incarnation)
         self._tell(self.roster.gone(member, incarnation, proof))
 
     # gRPC
@@ -127,7 +128,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
         try:
             async for beat in beats:
                 if beat.leaving:
-                    self._tell(self.roster.gone(member.id, member.incarnation, "left"))
+                    self.report_gone(member.id, member.incarnation, "left")
                 elif beat.HasField("member") and beat.member.id != member.id:
                     raise Fenced(f"{member.id}: its session spoke for {beat.member.id}")
                 elif beat.HasField("member"):
@@ -181,8 +182,6 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     def _tell(self, changes: list[MemberChange]) -> None:
         for change in changes:
-            if change.liveness is Liveness.GONE:
-                self._election.ended(change.member.id, change.member.incarnation)
             for watcher in list(self._watchers):
                 _offer(watcher, change)
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence as Items
 from typing import Protocol
 
+from membership_actors import EtcdActor, RegistryActor
+
 from moonpool.core.blocks import BlockHasher
 from moonpool.core.errors import Bug, Busy, Failure, Reason
 from moonpool.core.handoff import Drained, FirstToken
@@ -232,7 +234,13 @@ def _block(index: int, valid: int) -> str:
 
 
 def make(kind: str, options: dict[str, int]) -> Actor:
-    makers = {"source": SourceActor, "sink": SinkActor, "batcher": BatcherActor}
+    makers = {
+        "source": SourceActor,
+        "sink": SinkActor,
+        "batcher": BatcherActor,
+        "registry": RegistryActor,
+        "etcd": EtcdActor,
+    }
     return makers[kind](**options)
 
 
