@@ -154,7 +154,7 @@ class SchedulerConfig(_Values):
     seed: int = Field(0, ge=0, description="of random draws")
     colocate: bool = Field(False, description="decode workers compute short or cached prompts themselves where that is faster")
     roles: Literal["fixed", "ask", "auto"] = Field(
-        "ask", description="who changes workers' roles: nobody, `moonpool rebalance --apply`, the first live conductor"
+        "ask", description="who changes workers' roles: nobody, `moonpool rebalance --apply`, the leading conductor"
     )
     planner_settings: dict[str, float] = Field(default_factory=dict, description="the role planner's own numbers, by name")
 
