@@ -59,6 +59,7 @@ class Job:
         self.start = 0  # tokens reused
         self.found = Found()
         self.loads: list[PrefixLoad] = []
+        self.late: Ahead | None = None  # what should have been here before computing began
         self.ahead: Ahead | None = None
         self.ahead_tokens = 0  # fetched while others were computed, and used
         self._told = 0  # leading blocks whose layers were told
@@ -105,11 +106,11 @@ class Job:
         if not self.source.stop:
             self.tell(lambda: self.source.failed(failure))
 
-    async def done_or_ended(self, task: asyncio.Task[Any]) -> bool:
-        """Waits for ``task``, but not longer than the job lives; True when ``task`` is done."""
+    async def done_or_ended(self, task: asyncio.Task[Any], limit_s: float | None = None) -> bool:
+        """Waits for ``task``, but not longer than the job lives, nor than ``limit_s``; True when ``task`` is done."""
         ended = asyncio.create_task(self._ended.wait())
         try:
-            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ended.cancel()
         return task.done()
@@ -180,6 +181,8 @@ class Job:
                 self.load_seconds += time.monotonic() - begun
                 if layer == self._engine.layout.layers - 1:
                     self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
+            elif layer == 0:  # nothing to wait for
+                self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
             if reused:
                 self._tell_layer(chunk.number, layer, reused)
 

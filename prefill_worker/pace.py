@@ -1,4 +1,4 @@
-"""How long computing tokens takes here, so that waiting for them to come from elsewhere never takes longer. Pure."""
+"""How long computing tokens takes here, and how long KV takes to come, so that waiting never costs much more. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ KEEP = 0.8  # weight of what is known already against one more measurement
 SLACK = 1.2  # a load may take this much longer than computing is expected to: it also spares the other jobs' time
 GUESS_S = 1e-3  # a token
 MIN_MS = 20  # below this a measurement says little
+LATE = 1.5  # times the expected time: blocks that take longer to come are late
+LATE_SHARE = 0.5  # of the time of computing them: nothing is waited for longer before computing begins,
+LATE_FLOOR_S = 0.3  # but so long at least: below, computing twice costs more than it saves
 
 
 class Pace:
@@ -30,3 +33,33 @@ class Pace:
         if self._token_s is None:
             return most_ms
         return min(most_ms, max(MIN_MS, int(SLACK * 1e3 * self._token_s * tokens)))
+
+
+class Arrivals:
+    """Running means of seconds per byte that came from each node. Nothing is known of a node before its first block."""
+
+    def __init__(self) -> None:
+        self._byte_s: dict[str, float] = {}
+
+    def measured(self, source: str, size: int, seconds: float) -> None:
+        """``size`` bytes came from ``source`` in ``seconds``, asking for them included."""
+        if size <= 0 or seconds <= 0:
+            return
+        known, each = self._byte_s.get(source), seconds / size
+        self._byte_s[source] = each if known is None else KEEP * known + (1 - KEEP) * each
+
+    def expected_s(self, source: str, size: int) -> float | None:
+        """How long ``size`` bytes from ``source`` take; None where nothing came from there yet."""
+        known = self._byte_s.get(source)
+        return None if known is None else known * size
+
+
+def patience_s(expected_s: float | None, computing_s: float) -> float:
+    """How long blocks are waited for before computing them begins beside their coming.
+
+    So a request takes at most this much longer than with computing alone: LATE_SHARE of it, or LATE_FLOOR_S.
+    """
+    longest = LATE_SHARE * computing_s
+    if expected_s is not None:
+        longest = min(longest, LATE * expected_s)
+    return max(longest, LATE_FLOOR_S)

@@ -65,6 +65,12 @@ class Found:
     def fetch_seconds(self) -> float:
         return sum(timing.seconds for timing in self.links)
 
+    def add(self, more: Found) -> None:
+        """``more`` holds the blocks that follow."""
+        self.slots += more.slots
+        self.tickets += more.tickets
+        self.links += more.links
+
     def cut(self, first: int, quantum: int) -> None:
         """Of the blocks held, the prompt's from ``first`` on, use no more than whole quanta of the prompt."""
         del self.slots[max(usable(first + len(self.slots), quantum) - first, 0) :]
@@ -102,19 +108,58 @@ async def find(
 ) -> Found:
     """Pin in the pool of ``here`` the blocks ``keys[first:]`` as far as they can be had, from its lower tiers too; where
     ``segments`` say so they come from other nodes. Nothing is waited for longer than ``wait`` allows."""
+    found = await find_here(client, keys, first, wait)
+    try:
+        found.add(await find_elsewhere(client, here, peers, keys, first + len(found.slots), segments, wait))
+    except asyncio.CancelledError:
+        await found.close()
+        raise
+    return found
+
+
+async def find_here(client: WorkerStore | None, keys: Sequence[bytes], first: int, wait: Wait) -> Found:
+    """Those of ``keys[first:]`` that lead and are in this host's pool, lower tiers included, pinned."""
     found = Found(client)
     if client is None or first >= len(keys):
         return found
     try:
         _take(found, await client.pin(keys[first:], wait.use, wait.limit_ms(len(keys) - first)))
-        while await _fetch_next(found, client, here, peers, keys, first, segments, wait):
+    except MoonpoolError as e:
+        log.warning("prefix: none of %d blocks is known to be here: %s", len(keys) - first, e)
+    return found
+
+
+async def find_elsewhere(
+    client: WorkerStore | None,
+    here: NodeId,
+    peers: Peers,
+    keys: Sequence[bytes],
+    first: int,
+    segments: Sequence[Segment],
+    wait: Wait,
+) -> Found:
+    """Those of ``keys[first:]`` that lead and come from where ``segments`` say, pinned here."""
+    found = Found(client)
+    try:
+        while client is not None and await _fetch_next(found, client, here, peers, keys, first, segments, wait):
             pass
     except MoonpoolError as e:  # what is pinned so far is good
-        log.warning("prefix: %d of %d blocks found, then: %s", len(found.slots), len(keys) - first, e)
+        log.warning("prefix: %d of %d blocks fetched, then: %s", len(found.slots), len(keys) - first, e)
     except asyncio.CancelledError:
         await found.close()
         raise
     return found
+
+
+def from_elsewhere(segments: Sequence[Segment], first: int, blocks: int) -> list[tuple[NodeId, int]]:
+    """(node, blocks) of the fetches that lead from block ``first`` of ``blocks``."""
+    out: list[tuple[NodeId, int]] = []
+    for segment in segments:
+        end = min(segment.first + segment.count, blocks)
+        if segment.source is Source.FETCH and segment.node is not None and segment.first <= first < end:
+            out.append((segment.node, end - first))
+            first = end
+    return out
 
 
 async def quarantine(client: WorkerStore | None, slot: SlotRef, layer: int) -> None:

@@ -94,7 +94,7 @@ async def scene(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, *, c
 
 def wait_for_fetch(job: Job) -> None:
     deadline = time.monotonic() + 10
-    while job.ahead is not None and not job.ahead.fetching.done():
+    while (coming := job.late or job.ahead) is not None and not coming.fetching.done():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -207,6 +207,56 @@ async def test_clients_that_leave_while_blocks_come_in_leave_nothing_behind(
             request = s.request()
             s.split.gateway.begin(request)
             await asyncio.sleep(0.02 * at)
+            s.split.decode.cancel(s.split.gateway.stream, request.id, 1)
+        s.gate.set()
+        await s.split.idle(5.0)
+
+
+WHOLE = (Segment(0, 20, Source.FETCH, NodeId("b")),)
+
+
+async def test_what_a_frozen_source_should_have_sent_is_computed_before_the_fetch_is_given_up(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, tiny_model, monkeypatch) as s:
+        s.split.place(segments=WHOLE)
+        hanging: list[bool] = []
+        s.before = lambda job, _: hanging.append(job.late is not None and not job.late.fetching.done())
+        assert await s.right() == 0
+        assert [first for first, _ in s.chunks] == list(range(21))
+        assert hanging[0], "computing began while the fetch was still waited for"
+        assert (s.count("late_fetches"), s.count("fetched_ahead_tokens")) == (1, 0)
+
+
+async def test_an_unplanned_late_fetch_gives_what_is_not_computed_yet(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, tiny_model, monkeypatch) as s:
+        s.split.place(segments=WHOLE)
+        loop = asyncio.get_running_loop()
+
+        def before(job: Job, chunk: Chunk) -> None:
+            if chunk.start == 2 * SIZE:
+                loop.call_soon_threadsafe(s.gate.set)
+                wait_for_fetch(job)
+
+        s.before = before
+        cached = await s.right()
+        assert s.count("late_fetches") == 1
+        assert cached == s.count("fetched_ahead_tokens") == (20 - 3) * SIZE
+        assert [first for first, _ in s.chunks] == [0, 1, 2, 20]
+
+
+async def test_clients_that_leave_while_late_blocks_come_in_leave_nothing_behind(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path, tiny_model, monkeypatch) as s:
+        s.split.place(segments=WHOLE)
+        s.before = lambda job, chunk: time.sleep(0.01)
+        for at in range(6):
+            request = s.request()
+            s.split.gateway.begin(request)
+            await asyncio.sleep(0.1 * at)
             s.split.decode.cancel(s.split.gateway.stream, request.id, 1)
         s.gate.set()
         await s.split.idle(5.0)
