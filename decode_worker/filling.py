@@ -76,6 +76,7 @@ class Filler:
         )
         self.prefix: PrefixSource | None = None
         self._copier = Copier(engine.kv_bytes)
+        self._store_name = ""  # of this host's store node, once heard of
         self._handoffs: dict[tuple[RequestId, int], Handoff] = {}  # until they joined or were released
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -171,16 +172,20 @@ class Filler:
     def _landing_failed(self, failure: LandingFailure) -> None:
         handoff = self._handoffs.get((failure.request, failure.attempt))
         if handoff is not None:
-            handoff.landing_failed(failure.landing, failure.error)
+            handoff.landing_through(failure.landing, failure.error)
         elif self.link.client is not None:  # of an attempt that ended before it heard of its landing
             self._spawn(end_landing(self.link.client, failure.landing))
 
     def _store_lost(self) -> None:
-        lost = Failure(Reason.PEER_SILENT, f"the store node of {self._member.node} is gone, and its landings with it")
+        """Named, so that the next attempts land elsewhere until it is back."""
+        words = f"the store node of {self._member.node} is gone, and its landings with it"
+        lost = Failure(Reason.PEER_SILENT, words, self._store_name)
         for handoff in list(self._handoffs.values()):
             handoff.fail(lost)
 
     def _peer_changed(self, change: MemberChange) -> None:
+        if change.member.role is Role.STORE and change.member.node == self._member.node:
+            self._store_name = change.member.id
         if change.member.role in (Role.PREFILL, Role.BOTH):
             for handoff in list(self._handoffs.values()):
                 if (silent := self._silence(handoff)) is not None:

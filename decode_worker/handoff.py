@@ -78,6 +78,8 @@ class Handoff:
         self._stop_copies = threading.Event()
         self._call: grpc.aio.UnaryStreamCall | None = None
         self._cancelled = False
+        self._over = False  # ended without joining
+        self._untold: int | None = None  # a whole landing that the prefill worker has not told of yet
         self._loose: set[asyncio.Task[None]] = set()
 
     async def run(self, channel: grpc.aio.Channel) -> None:
@@ -108,11 +110,19 @@ class Handoff:
         """Transfer, peer or deadline: of no interest once everything has been copied."""
         self._tell(lambda: self._sink.failed(failure))
 
-    def landing_failed(self, landing: int, failure: Failure) -> None:
-        """Nothing more of ``landing`` will come. One that the prefill worker never told of is ended here: nobody else would."""
-        if self._sink.landing is None or self._sink.landing.id != landing:
+    def landing_through(self, landing: int, failure: Failure | None) -> None:
+        """Nothing more of ``landing`` will come: with ``failure`` some of it is missing.
+
+        One that the prefill worker never told of is ended here, nobody else would: one that is whole only when the attempt
+        is over, for the word of it may still be on its way.
+        """
+        told = self._sink.landing is not None and self._sink.landing.id == landing
+        if not told and (failure is not None or self._over):
             self._spawn(end_landing(self.client, landing))
-        self.fail(failure)
+        elif not told:
+            self._untold = landing
+        if failure is not None:
+            self.fail(failure)
 
     def cancel(self) -> None:
         self._tell(self._sink.cancelled)
@@ -167,6 +177,9 @@ class Handoff:
             case Fail(failure):
                 self._owner.fail(failure)
             case ReleasePages():
+                self._over = True
+                if self._untold is not None and self._sink.landing is None:
+                    self._spawn(end_landing(self.client, self._untold))
                 self._owner.release()
 
     def _copy(self, layer: int, slots: tuple[LandingSlot, ...]) -> None:

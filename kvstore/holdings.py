@@ -43,7 +43,7 @@ class Holdings(Room):
         self.mismatches: Counter[str] = Counter()  # by place
         self.pins = 0
         self._writing: dict[bytes, int] = {}  # keys on their way, with how many slots wait for them
-        self._ids = 0
+        self._ids = incarnation - 1  # nanoseconds: what somebody says of a former life's landing or ticket meets none of this
 
     @property
     def layouts(self) -> Mapping[str, KVLayout]:
@@ -51,7 +51,7 @@ class Holdings(Room):
         return self.accounts.layouts
 
     def next_id(self, n: int = 1) -> int:
-        """The first of ``n`` numbers that were never given out."""
+        """The first of ``n`` numbers that were never given out, by this life or one before it."""
         self._ids += n
         return self._ids - n + 1
 

@@ -18,7 +18,7 @@ from moonpool.core.landing import Landing
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 from moonpool.core.terms import Terms
 from moonpool.kvstore.agent import Agent
-from moonpool.kvstore.claims import Life, Reach
+from moonpool.kvstore.claims import LandingClaim, Life, Reach
 from moonpool.kvstore.node_sessions import NodeSession, Sessions
 from moonpool.kvstore.pool import Pool
 
@@ -200,8 +200,9 @@ class Lives:
             loop = asyncio.get_running_loop()
             kill = loop.call_later(kill_after_ms / 1e3, self._kill, life) if kill_after_ms else None
             self._silent[life] = kill
+        mine = self._written_by(life)
         broken = self._pool.writer_silent(life, self._clock())
-        self._end(life, broken, PeerSilent(f"{life.member} fell silent: {proof}", peer=life.member))
+        self._end(life, mine, broken, PeerSilent(f"{life.member} fell silent: {proof}", peer=life.member))
 
     def _kill(self, life: Life) -> None:
         if self.agent.kill(life):
@@ -229,15 +230,20 @@ class Lives:
 
     def _free(self, life: Life, proof: str) -> None:
         self._leaving.pop(life, None)
+        mine = self._written_by(life)
         broken = self._pool.writer_gone(life, self._clock())
-        self._end(life, broken, PeerSilent(f"{life.member} is gone: {proof}", peer=life.member))
+        self._end(life, mine, broken, PeerSilent(f"{life.member} is gone: {proof}", peer=life.member))
 
-    def _end(self, life: Life, broken: Sequence[Landing], error: MoonpoolError) -> None:
-        """Tell the readers of its unfinished landings, and end its own session."""
-        for landing in broken:
-            claim = self._pool.landings.get(landing.id)
-            if claim is not None and claim.reader_open:
-                self._sessions.tell_failed(claim.ask.reader, landing, Failure.of(error))
+    def _written_by(self, life: Life) -> list[LandingClaim]:
+        return [c for c in self._pool.landings if c.ask.writer == life and c.writer_open and not c.fenced]
+
+    def _end(self, life: Life, landings: Sequence[LandingClaim], broken: Sequence[Landing], error: MoonpoolError) -> None:
+        """Tell the readers of its ``landings`` which of them are ``broken``, and end its own session."""
+        torn = {landing.id for landing in broken}
+        for claim in landings:
+            if claim.reader_open:
+                failure = Failure.of(error) if claim.landing.id in torn else None
+                self._sessions.tell_through(claim.ask.reader, claim.landing, failure)
         session = self._sessions.of(life)
         if session is not None:
             self._sessions.end(session, error.message)

@@ -79,10 +79,12 @@ class Sessions:
             return
         session.outbox.put_nowait(message)
 
-    def tell_failed(self, number: int | None, landing: Landing, failure: Failure) -> None:
-        error = pb.types.Error(reason=failure.reason.value, message=failure.message, peer=failure.peer)
-        failed = pb.store.LandingFailed(landing=landing.id, request=landing.request, attempt=landing.attempt, error=error)
-        self.tell(number, pb.store.StoreMessage(failed=failed))
+    def tell_through(self, number: int | None, landing: Landing, failure: Failure | None) -> None:
+        """Nothing more comes into ``landing``: for want of its writer, or (no ``failure``) because all is in."""
+        through = pb.store.LandingFailed(landing=landing.id, request=landing.request, attempt=landing.attempt)
+        if failure is not None:
+            through.error.CopyFrom(pb.types.Error(reason=failure.reason.value, message=failure.message, peer=failure.peer))
+        self.tell(number, pb.store.StoreMessage(failed=through))
 
     def end(self, session: NodeSession, why: str = "") -> None:
         """Over, by the worker's leave (no ``why``) or by the node's decision. Again is a no-op."""

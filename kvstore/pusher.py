@@ -108,7 +108,8 @@ class Pusher:
             parent=parent or b"",
         )
         to_wire(attempt.request.use, request.use)
-        return await self._open(target, await target.grant(request), self._layout)
+        before = target.endpoint
+        return await self._open(target, await target.grant(request), self._layout, before)
 
     async def push_blocks(
         self,
@@ -133,7 +134,7 @@ class Pusher:
         known = target.endpoint
         if known is None or (known.generation <= endpoint.generation and known.agent_name != endpoint.agent_name):
             target.adopt(endpoint, landing.incarnation)
-        work = await self._open(target, landing, layout)
+        work = await self._open(target, landing, layout, endpoint)
         pairs = [(to.block, source) for source, to in blocks]
         for layer in range(layout.layers):
             try:
@@ -146,10 +147,17 @@ class Pusher:
             raise work.failure.to_exception()
         return drained
 
-    async def _open(self, target: PushTarget, landing: Landing, layout: KVLayout) -> PushLanding:
-        """``landing``, connected or about to be; given back where its node's endpoint is not to be had."""
+    async def _open(self, target: PushTarget, landing: Landing, layout: KVLayout, before: Endpoint | None) -> PushLanding:
+        """``landing``, connected or about to be; given back where its node's endpoint is not to be had.
+
+        ``before`` was described before or with the landing: whatever has freed the landing's slots since (its reader left,
+        and the endpoint was made anew or this writer cut off) has ended that endpoint, too. Any other may outlive the
+        landing, so it is asked for.
+        """
         try:
             endpoint = await target.endpoint_for(landing.incarnation, landing.generation)
+            if endpoint != before and not (await target.state(landing.id, 0.0)).known:
+                raise TransferFailed(f"landing {landing.id} is over at {target.name}", peer=target.name)
         except MoonpoolError:
             with suppress(MoonpoolError):  # the node fences the slots when it finds this writer gone
                 await target.drain(landing.id)

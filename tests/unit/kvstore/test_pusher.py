@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 from support.store import LAYOUT, Heard, Roll, block_bytes, block_keys, config, member, store_node, until, worker
 
 from moonpool.core.config import TransferConfig
-from moonpool.core.errors import Busy, ConfigError, LayoutMismatch, PeerSilent, Reason
+from moonpool.core.errors import Busy, ConfigError, LayoutMismatch, PeerSilent, Reason, TransferFailed
 from moonpool.core.ids import Incarnation, MemberId, RequestId, Role
-from moonpool.core.membership import Member
+from moonpool.core.landing import Landing
+from moonpool.core.membership import Liveness, Member
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.kvstore.client import WorkerStore
 from moonpool.kvstore.node import StoreNode
+from moonpool.kvstore.push_target import PushTarget
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.kvstore.transfer.memory import Faults, MemoryNetwork
+from moonpool.wire import pb
 
 TAIL = 5  # valid tokens of the unfinished block
 PAGES = 8
@@ -203,6 +206,45 @@ async def test_an_endpoint_made_anew_in_the_middle_gets_the_rest_under_the_same_
         again = await s.grant("r2", block_keys("q", 2), 0)  # the pusher knows the new endpoint by now
         assert again.landing.generation == 2
         await again.cancel()
+
+
+async def test_a_landing_that_ended_before_its_writer_found_the_next_endpoint_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene(tmp_path) as s:
+        first = await s.grant("r1", s.keys, 0)
+        asked = PushTarget.grant
+
+        async def grant(target: PushTarget, request: pb.store.GrantRequest) -> Landing:
+            """Its reader leaves, the slots are freed by a new endpoint, and another landing of this writer finds that one."""
+            landing = await asked(target, request)
+            await s.client.end_landing(landing.id)
+            old = target.endpoint
+            assert old is not None
+            await s.node.remake()
+            await target.endpoint_after(old)
+            return landing
+
+        monkeypatch.setattr(PushTarget, "grant", grant)
+        with pytest.raises(TransferFailed, match="is over"):
+            await s.grant("r2", block_keys("q", 2), 0)
+        await first.cancel()
+        await s.require_idle(first)
+
+
+async def test_a_reader_hears_of_a_whole_landing_when_its_writer_is_through(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.client.publish([(key, block_bytes(key)) for key in s.keys])
+        drained = await s.grant("r1", s.keys, 0)
+        assert not drained.landing.slots, "the node holds all of it"
+        await drained.cancel()
+        died = await s.grant("r2", s.keys, 0)
+        s.node.peers.say(s.me, Liveness.GONE, "killed")
+        await until(lambda: len(s.heard.failed) == 2, "word of both")
+        assert [(f.landing, f.error) for f in s.heard.failed] == [(drained.landing.id, None), (died.landing.id, None)]
+        for failed in s.heard.failed:
+            await s.client.end_landing(failed.landing)
+        await s.require_idle(drained)
 
 
 async def test_a_target_that_takes_nothing_fails_the_landing_and_its_slots_stay_fenced(tmp_path: Path) -> None:
