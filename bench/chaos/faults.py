@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from moonpool.bench.chaos.house import NAMES, House, of_role
+from moonpool.bench.chaos.house import House
 from moonpool.bench.chaos.kinds import REGISTRY
+from moonpool.bench.chaos.members import NAMES, SIDES, of_role
 from moonpool.bench.chaos.network import Network
 from moonpool.bench.chaos.registries import alive
-from moonpool.bench.chaos.schedule import SIDES, Planned
+from moonpool.bench.chaos.schedule import Planned
 from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.kvstore.regions import DEFAULT_DIRECTORY

@@ -17,9 +17,9 @@ import grpc
 
 from moonpool.bench.chaos.clocks import Clocks
 from moonpool.bench.chaos.kinds import KILL_MS, ROLES, SILENT_MS
+from moonpool.bench.chaos.members import MEMBERS, SIDES
 from moonpool.bench.chaos.network import LOOPBACK, OURS, Network, die_with_parent
 from moonpool.bench.chaos.registries import Embedded, Etcd, RegistryProcess
-from moonpool.bench.chaos.schedule import SIDES
 from moonpool.bench.chaos.supervise import Place, Plan
 from moonpool.cluster.etcd.address import registry_of
 from moonpool.cluster.launch.state import StateDir
@@ -35,18 +35,6 @@ START_S = 240.0
 STOP_S = 60.0
 SSD_BYTES = 12 * MIB
 DEVICE_BYTES = 16 * MIB
-NAMES: dict[str, tuple[str, ...]] = {
-    side: tuple(f"store-{side}" if role is Role.STORE else f"{role}-{n}" for role in ROLES) for n, side in enumerate(SIDES)
-}
-MEMBERS = tuple(name for side in SIDES for name in NAMES[side])
-
-
-def side_of(member: str) -> str:
-    return next((side for side in SIDES if member in NAMES[side]), "")
-
-
-def of_role(side: str, role: str) -> str:
-    return f"store-{side}" if role == Role.STORE else f"{role}-{SIDES.index(side)}"
 
 
 @dataclass(frozen=True, slots=True)

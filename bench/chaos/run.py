@@ -15,9 +15,10 @@ from pathlib import Path
 from moonpool.bench.chaos import checks, clocks, network
 from moonpool.bench.chaos.attempts import Further
 from moonpool.bench.chaos.catalogue import Conversation, Sizes
-from moonpool.bench.chaos.house import DEVICE_BYTES, MEMBERS, Choices, House
+from moonpool.bench.chaos.house import DEVICE_BYTES, Choices, House
 from moonpool.bench.chaos.kinds import Kind, Need, chosen
 from moonpool.bench.chaos.load import Load
+from moonpool.bench.chaos.members import MEMBERS
 from moonpool.bench.chaos.oracle import Wanted, answered
 from moonpool.bench.chaos.runlog import RunLog
 from moonpool.bench.chaos.schedule import Planned, least, plan

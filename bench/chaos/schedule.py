@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moonpool.bench.chaos.kinds import Kind
+from moonpool.bench.chaos.kinds import REGISTRY, Kind
+from moonpool.bench.chaos.members import SIDES, possible
+from moonpool.bench.chaos.tally import Struck
 
-SIDES = ("a", "b")
 SIDE_RUN = 5
 REST_S = 20.0  # at the end of a run nothing strikes any more
 LONG_MINUTES = 10.0
@@ -60,3 +61,20 @@ def plan(kinds: Sequence[Kind], minutes: float, seed: int, *, warm_s: float = 5.
         )
         for n, kind in enumerate(order)
     ]
+
+
+def side_of(planned: Planned) -> str:
+    """Empty for the registry, which belongs to neither."""
+    return "" if planned.kind.role == REGISTRY else planned.side
+
+
+def may_strike(planned: Planned, still_open: Sequence[Struck]) -> bool:
+    """Whether somebody is left to serve: strikes whose targets are not back yet are all on the same side, and nobody is struck
+    who is not back. The registry is struck alone.
+    """
+    if not still_open:
+        return True
+    if not side_of(planned) or any(not struck.side for struck in still_open):
+        return False
+    away = {target for struck in still_open for target in struck.targets}
+    return all(struck.side == planned.side for struck in still_open) and not (away & possible(planned.kind, planned.side))

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from moonpool.bench.chaos.faults import FAULTS, Fault
-from moonpool.bench.chaos.house import MEMBERS, House, of_role, side_of
+from moonpool.bench.chaos.house import House
 from moonpool.bench.chaos.kinds import REGISTRY
 from moonpool.bench.chaos.load import GATEWAYS, Load
+from moonpool.bench.chaos.members import MEMBERS
 from moonpool.bench.chaos.runlog import RunLog
-from moonpool.bench.chaos.schedule import Planned
+from moonpool.bench.chaos.schedule import Planned, may_strike, side_of
 from moonpool.bench.chaos.tally import Struck
 
 PATIENCE_S = 60.0
@@ -62,13 +63,13 @@ class Striking:
         return sum(struck.kind == planned.kind.name for struck in self.struck) >= self._least
 
     async def _strike(self, planned: Planned) -> None:
-        if not await self._until(lambda: self._may(planned), PATIENCE_S):
+        if not await self._until(lambda: may_strike(planned, [struck for struck, _ in self._open.values()]), PATIENCE_S):
             self._log.write(
                 "left out", number=planned.number, kind=planned.kind.name, why=f"others were open: {self.open_names}"
             )
             return
         fault = FAULTS[planned.kind.what](planned, self._house)
-        struck = Struck(planned.number, planned.kind.name, _side(planned), (), self._log.now())
+        struck = Struck(planned.number, planned.kind.name, side_of(planned), (), self._log.now())
         flying = sorted(self._load.in_flight)
         struck.hit = fault.strike(np.random.default_rng(planned.seed))
         struck.targets = fault.targets
@@ -86,15 +87,6 @@ class Striking:
         self._holds.discard(hold)
         if not hold.cancelled() and (error := hold.exception()) is not None:
             self._log.write("trouble", why=f"{type(error).__name__}: {error}")
-
-    def _may(self, planned: Planned) -> bool:
-        """Purely by what is open: the other side serves, and nobody is struck who is not back yet."""
-        others = [struck for struck, _ in self._open.values()]
-        alone = not _side(planned) or any(not struck.side for struck in others)
-        if others and alone:
-            return False
-        busy = {target for struck in others for target in struck.targets}
-        return all(struck.side == planned.side for struck in others) and not (busy & _possible(planned))
 
     async def _hold(self, planned: Planned, struck: Struck, fault: Fault) -> None:
         until = struck.at_s + planned.hold_s
@@ -133,16 +125,3 @@ class Striking:
         except TimeoutError:
             return False
         return True
-
-
-def _side(planned: Planned) -> str:
-    return "" if planned.kind.role == REGISTRY else planned.side
-
-
-def _possible(planned: Planned) -> set[str]:
-    """Members that the strike may name as its target."""
-    kind = planned.kind
-    if not kind.role:
-        return {member for member in MEMBERS if side_of(member) == planned.side}
-    ends = {of_role(planned.side, kind.role)}
-    return ends if not kind.peer or kind.peer == REGISTRY else ends | {of_role(side, kind.peer) for side in ("a", "b")}

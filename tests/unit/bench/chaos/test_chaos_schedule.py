@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from moonpool.bench.chaos.faults import FAULTS
 from moonpool.bench.chaos.kinds import KINDS, SHORT, Kind, chosen
-from moonpool.bench.chaos.schedule import LEAST, LONG_MINUTES, SIDE_RUN, SIDES, least, plan
+from moonpool.bench.chaos.members import MEMBERS, SIDES, possible
+from moonpool.bench.chaos.schedule import LEAST, LONG_MINUTES, SIDE_RUN, Planned, least, may_strike, plan
+from moonpool.bench.chaos.tally import Struck
 from moonpool.core.errors import ConfigError
 
 some_kinds = st.lists(st.sampled_from(KINDS), min_size=1, unique=True)
@@ -67,3 +69,34 @@ def test_kinds_are_chosen_by_name_or_by_its_beginning() -> None:
 def test_every_kind_has_a_fault_and_a_name_of_its_own() -> None:
     assert {kind.what for kind in KINDS} == set(FAULTS)
     assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+def planned(name: str, side: str = "a") -> Planned:
+    return Planned(0, 0.0, chosen((name,))[0], side, 0.0, 0)
+
+
+def away(*targets: str, side: str = "a") -> Struck:
+    return Struck(0, "kill", side, targets, 0.0)
+
+
+def test_while_one_side_is_struck_the_other_one_is_left_alone() -> None:
+    assert may_strike(planned("kill-decode"), [])
+    assert may_strike(planned("kill-decode"), [away("prefill-0"), away("store-a")])
+    assert not may_strike(planned("kill-decode", "b"), [away("prefill-0")])
+
+
+def test_nobody_is_struck_who_is_not_back() -> None:
+    assert not may_strike(planned("kill-decode"), [away("decode-0")])
+    assert not may_strike(planned("isolate"), [away("decode-0")]), "it may be anybody of the side"
+    assert not may_strike(planned("cut-gateway-decode"), [away("decode-0")])
+
+
+def test_the_registry_is_struck_alone() -> None:
+    assert may_strike(planned("kill-registry"), [])
+    assert not may_strike(planned("kill-registry"), [away("prefill-0")])
+    assert not may_strike(planned("kill-prefill"), [away("registry", side="")])
+
+
+def test_every_kind_strikes_members_of_the_cluster() -> None:
+    assert all(possible(kind, side) <= set(MEMBERS) for kind in KINDS for side in SIDES)
+    assert {name for kind in KINDS for side in SIDES for name in possible(kind, side)} == set(MEMBERS)
