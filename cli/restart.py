@@ -14,6 +14,7 @@ from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import find
 
 if TYPE_CHECKING:
+    from moonpool.cli.running import Running
     from moonpool.core.membership import Member
 
 EXIT_UNFINISHED = 1  # a process did not come back
@@ -38,13 +39,16 @@ def restart(
     by its launcher, and serves again before the next one leaves. Exit code 0: all are back; 1: one is not; 2: refused.
     """
     running = find(name, config_file, settings)
-    sys.exit(asyncio.run(_restart(running.registry, role, member, rolling, force, timeout_s, as_json)))
+    sys.exit(asyncio.run(_restart(running, role, member, rolling, force, timeout_s, as_json)))
 
 
-async def _restart(registry: str, role: str, member: str, rolling: bool, force: bool, timeout_s: float, as_json: bool) -> int:
+async def _restart(
+    running: Running, role: str, member: str, rolling: bool, force: bool, timeout_s: float, as_json: bool
+) -> int:
     from moonpool.cluster.restart import live_members
     from moonpool.core.errors import ConfigError
 
+    registry = running.registry
     chosen = _chosen(await live_members(registry), role, member)
     if len(chosen) > 1 and not rolling:
         names = ", ".join(m.id for m in chosen)
@@ -53,7 +57,8 @@ async def _restart(registry: str, role: str, member: str, rolling: bool, force: 
         )
     if not force:
         _require_others(await live_members(registry), chosen)
-    told = await _roll(registry, chosen, force, timeout_s)
+    trust = running.local.trust if running.local else ""
+    told = await _roll(registry, chosen, force, timeout_s, trust)
     if as_json:
         print(json.dumps(told, indent=2))
     return 0 if told["finished"] else EXIT_UNFINISHED
@@ -84,7 +89,7 @@ def _require_others(live: list[Member], chosen: list[Member]) -> None:
             raise ConfigError(f"{one.id}: {why}; nothing was restarted. --force restarts it all the same", param="--force")
 
 
-async def _roll(registry: str, chosen: list[Member], force: bool, timeout_s: float) -> dict[str, Any]:
+async def _roll(registry: str, chosen: list[Member], force: bool, timeout_s: float, trust: str) -> dict[str, Any]:
     from moonpool.cluster.restart import live_members, restart
     from moonpool.cluster.rolling import gap
     from moonpool.core.errors import MoonpoolError
@@ -100,7 +105,7 @@ async def _roll(registry: str, chosen: list[Member], force: bool, timeout_s: flo
                 told["trouble"] = f"{one.id}: {why}"
                 break
             say(f"({number}/{len(chosen)}) {one.id} is asked to restart")
-            done = await restart(registry, live[one.id], timeout_s, say)
+            done = await restart(registry, live[one.id], timeout_s, say, trust)
         except MoonpoolError as e:
             told["trouble"] = e.message
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import grpc
+import structlog
 
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Peers, Service
@@ -13,6 +14,7 @@ from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
 
 PERIOD_S = 0.25
+log = structlog.get_logger(__name__)
 TIMEOUT_S = 1.0  # a report that takes longer is stale: the next one says it better
 
 
@@ -22,6 +24,7 @@ class Reporter:
     def __init__(self, service: Service, peers: Peers) -> None:
         self._service, self._peers = service, peers
         self._channels: dict[MemberId, tuple[str, grpc.aio.Channel]] = {}
+        self.failures = 0
         self._task = asyncio.create_task(self._run(), name="reporter")
 
     async def close(self) -> None:
@@ -42,7 +45,15 @@ class Reporter:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.report()
+            try:
+                await self.report()
+            except Exception as e:  # noqa: BLE001  a report that cannot be made is one report less, not the end of all
+                self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        self.failures += 1
+        if self.failures in (1, 10, 100) or not self.failures % 1_000:
+            log.warning("no report", times=self.failures, exc_info=error)
 
     async def _send(self, conductor: MemberId, address: str, message: pb.types.WorkerReport) -> None:
         if conductor not in self._channels:

@@ -37,8 +37,11 @@ async def live_members(registry: str) -> list[Member]:
     return [c.member for c in await survey.members(registry) if c.liveness is Liveness.LIVE]
 
 
-async def restart(registry: str, member: Member, limit_s: float, say: Callable[[str], None]) -> Restarted:
-    """Returns once its new life serves. NoPath where it does not within ``limit_s``, InvalidRequest where it is too old."""
+async def restart(registry: str, member: Member, limit_s: float, say: Callable[[str], None], trust: str = "") -> Restarted:
+    """Returns once its new life serves. NoPath where it does not within ``limit_s``, InvalidRequest where it is too old.
+
+    ``trust``: PEM file of who signed the gateways' HTTPS certificates, where that is not for the system to say.
+    """
     began, left_s, stage = time.monotonic(), 0.0, ""
     await _ask(member)
     while time.monotonic() - began < limit_s:
@@ -47,7 +50,7 @@ async def restart(registry: str, member: Member, limit_s: float, say: Callable[[
         if not left_s and (now is None or newer):
             left_s = time.monotonic() - began
         told = "is back, not ready yet" if newer else "leaves" if now is not None else "left"
-        if newer and now is not None and now.ready and await _serves(registry, now):
+        if newer and now is not None and now.ready and await _serves(registry, now, trust):
             await asyncio.sleep(SETTLE_S)
             return Restarted(member.id, now.role.value, time.monotonic() - began, left_s, now.incarnation)
         if told != stage:
@@ -75,10 +78,10 @@ async def _life_of(registry: str, member: MemberId) -> Member | None:
         return None
 
 
-async def _serves(registry: str, member: Member) -> bool:
+async def _serves(registry: str, member: Member, trust: str) -> bool:
     """Ready by its own word is not all: a gateway sees a path, a store node has its host's workers back."""
     if member.role is Role.GATEWAY:
-        return await asyncio.to_thread(_answers, member.details.get("url", ""))
+        return await asyncio.to_thread(_answers, member.details.get("url", ""), trust)
     if member.role is not Role.STORE:
         return True
     workers = [m.id for m in await live_members(registry) if m.role in WORKERS and m.node == member.node]
@@ -86,12 +89,13 @@ async def _serves(registry: str, member: Member) -> bool:
     return all(answers.get(worker, {}).get("store_connected") for worker in workers)
 
 
-def _answers(url: str) -> bool:
-    import urllib.error
+def _answers(url: str, trust: str) -> bool:
+    import ssl
     import urllib.request
 
+    context = ssl.create_default_context(cafile=trust or None) if url.startswith("https") else None
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2.0) as answer:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2.0, context=context) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

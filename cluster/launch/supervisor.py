@@ -31,7 +31,7 @@ from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config, StoreConfig
 from moonpool.core.errors import ConfigError, NoPath
 from moonpool.core.ids import MemberId, NodeId, Role
-from moonpool.core.membership import Liveness, Member
+from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.core.principal import Party
 from moonpool.kvstore.regions import DEFAULT_DIRECTORY, free_memory, reclaim
 
@@ -99,9 +99,19 @@ class Supervisor:
         self.url = gateway.details.get("url", f"http://{_reachable(self._config.gateway.host)}:{self._config.gateway.port}")
         await self._or_failure(_wait_ready(self.url, security.https_cert, READY_S))
         self._state.write(replace(state, phase="ready", url=self.url))
+        peers.subscribe(lambda change: self._heard(change, gateway.id))
         self._starting = False
         self._say(f"ready after {time.monotonic() - began:.1f} s")
         return [c.member for c in peers.everybody() if c.liveness is Liveness.LIVE]
+
+    def _heard(self, change: MemberChange, gateway: MemberId) -> None:
+        """Where the gateway that was announced comes back at another port, verbs must find it there."""
+        url = change.member.details.get("url", "")
+        state = self._state.read()
+        if change.member.id == gateway and change.liveness is Liveness.LIVE and url not in ("", self.url) and state:
+            self.url = url
+            self._state.write(replace(state, url=url))
+            self._say(f"serving at {url} now")
 
     async def stop(self) -> None:
         self._say("stopping")
