@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 
 import pytest
-from support.faulty_workers import DecodeWorker, PrefillWorker, StoreNode
+from support.faulty_decode import DecodeWorker
+from support.faulty_prefill import PrefillWorker
+from support.faulty_store import StoreNode
 from support.faulty_world import Client, Gateway, Process, World
 
 from moonpool.core.errors import Failure, Reason
 
-WORLDS = int(os.environ.get("MOONPOOL_FAULT_WORLDS", "60"))  # of each kind; many more explore longer
+WORLDS = int(os.environ.get("MOONPOOL_FAULT_WORLDS", "150"))  # of each kind; many more explore longer
 FAULTS = 6  # in one world, at most
 
 
