@@ -131,7 +131,7 @@ class Runner:
         job = work.job
         store = self._peers.store_of(job.store_node)
         if store is None:
-            raise PeerSilent(f"no store node is live on {job.store_node}, where {job.decode.id} reads")
+            raise PeerSilent(f"no store node is live on {job.store_node}, where {job.decode.id} reads", peer=job.decode.id)
         work.store = store.id
         first = job.have_blocks
         keys = work.keys if self._reuse else private_keys(work.key, len(work.keys))

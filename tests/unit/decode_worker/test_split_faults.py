@@ -182,6 +182,7 @@ async def test_a_lost_store_session_fails_landings_at_once_and_comes_back_by_its
             await asyncio.gather(*(answer.over.wait() for answer in answers))
         failed = [a.error for a in answers if a.error is not None]
         assert failed and {f.reason for f in failed} <= {Reason.PEER_SILENT, Reason.BUSY}
+        assert {f.peer for f in failed} <= {"store-a", "decode-0"}, "the next attempts land elsewhere"
         async with asyncio.timeout(2.0):
             while not split.decode.numbers()["store_connected"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
