@@ -18,7 +18,7 @@ import grpc.aio
 from moonpool.core.membership import PROTOCOL
 
 KEEPALIVE_S = 2.0
-ANSWER_S = 3.0
+ANSWER_S = 4.0
 CONNECT_S = 2.0  # for one try; gRPC's own is 20 s
 LONGEST_PAUSE_S = 2.0  # between two tries, with gRPC's jitter; gRPC's own is 120 s
 
