@@ -55,11 +55,12 @@ def plan(
 def read_model(path: Path, kv_dtype: str = "") -> ModelShape:
     """ConfigError where ``path`` is no model directory or its config.json does not say what is needed."""
     from moonpool.core.errors import ConfigError
+    from moonpool.core.parsing import read_json
     from moonpool.scheduler.model_shape import shape_of
 
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = read_json(file.read_text())
     except (OSError, ValueError) as e:
         raise ConfigError(f"MODEL_DIR: {file} cannot be read as JSON ({e}); give a Hugging Face model directory") from e
     if not isinstance(config, dict):
@@ -69,16 +70,16 @@ def read_model(path: Path, kv_dtype: str = "") -> ModelShape:
 
 def read_machine(name: str) -> tuple[Machine, dict[str, str]]:
     """A shipped profile or a TOML file, and where its numbers come from. ConfigError names a bad field."""
-    import tomllib
     from dataclasses import MISSING, fields
 
     from moonpool.core.errors import ConfigError
+    from moonpool.core.parsing import read_toml
     from moonpool.scheduler.roofline import Machine
 
     shipped = PROFILES / f"{name}.toml"
     file = shipped if shipped.is_file() else Path(name)
     try:
-        values: dict[str, Any] = tomllib.loads(file.read_text())
+        values: dict[str, Any] = read_toml(file.read_text())
     except (OSError, ValueError) as e:
         known = ", ".join(sorted(path.stem for path in PROFILES.glob("*.toml")))
         raise ConfigError(f"--machine: {name!r} is neither one of {known} nor a TOML file ({e})", param="--machine") from e

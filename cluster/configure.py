@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import tomllib
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from moonpool.cluster.etcd.address import registry_of
 from moonpool.core.config import Config, NodeConfig, SchedulerConfig
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
+from moonpool.core.parsing import read_json, read_toml
 from moonpool.core.principal import IDENTITY
 from moonpool.core.use import DEFAULT_TENANT
 
 PREFIX = "MOONPOOL_"
 # Read by tests, scripts and channels, not by the configuration.
-NOT_CONFIGURATION = frozenset({"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", "MOONPOOL_API_KEY", IDENTITY})
+NOT_CONFIGURATION = frozenset(
+    {"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", "MOONPOOL_FUZZ", "MOONPOOL_API_KEY", IDENTITY}
+)
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
     "store.quotas": '{"alice": "1 GiB"}',
@@ -91,11 +94,11 @@ def describe(config: Config, origins: Mapping[str, str]) -> Iterable[tuple[str, 
 
 def _from_file(file: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = read_toml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"config: cannot read {file}: {reason}; give a TOML file", param="config") from e
-    except tomllib.TOMLDecodeError as e:
+    except ValueError as e:
         raise ConfigError(f"config: {file} is not TOML: {e}", param="config") from e
     values: dict[str, Any] = {}
     for section, table in data.items():
@@ -136,9 +139,9 @@ def _from_text(key: str, text: str, origin: str) -> Any:
     if key not in JSON_KEYS:
         return text
     try:
-        return json.loads(text)
+        return read_json(text)
     except ValueError as e:
-        raise ConfigError(f"{key}: {text!r} ({origin}) is not JSON; write e.g. {JSON_KEYS[key]}", param=key) from e
+        raise ConfigError(f"{key}: {reprlib.repr(text)} ({origin}) is not JSON; write e.g. {JSON_KEYS[key]}", param=key) from e
 
 
 def read_size(text: str, name: str) -> int:
@@ -192,7 +195,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     wanted = first["msg"].replace("Input should be", "must be")
     if (key.endswith(_SIZED) or key == "store.quotas") and first["type"] in ("int_parsing", "float_parsing", "int_from_float"):
         wanted = f"is no size; {_WRITE_SIZE}"
-    message = f"{key}{rest}: {first['input']!r} ({origins.get(key, DEFAULT)}) {wanted}"
+    message = f"{key}{rest}: {reprlib.repr(first['input'])} ({origins.get(key, DEFAULT)}) {wanted}"
     return ConfigError(message + (f" ({told})" if told else ""), param=key)
 
 

@@ -42,7 +42,7 @@ def in_kept_role(spec: RoleSpec) -> RoleSpec:
     """``spec`` in the role that its process was switched to, if it was."""
     try:
         role = (spec.state_dir / FOLDER / spec.member).read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return spec
     switched = role in [r.value for r in SWITCHABLE] and spec.role in SWITCHABLE
     return replace(spec, role=Role(role)) if switched else spec

@@ -11,6 +11,7 @@ from pathlib import Path
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, NodeId, Role, checked_name
+from moonpool.core.parsing import read_json
 
 SECURITY_FILES = ("tls_dir", "https_cert", "https_key", "api_keys_file")
 ETCD_FILES = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_password_file")
@@ -69,7 +70,7 @@ class RoleSpec:
     def from_json(cls, text: str) -> RoleSpec:
         """ConfigError where ``text`` is not what ``to_json`` writes."""
         try:
-            raw = json.loads(text)
+            raw = read_json(text)
             return cls(
                 MemberId(checked_name(raw["member"], "member")),
                 Role(raw["role"]),

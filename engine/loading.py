@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import ITEM_BYTES, KVLayout
+from moonpool.core.parsing import read_json
 from moonpool.engine import attention
 from moonpool.engine.support import Probe, Shape, check_calls, check_config, check_rope, refuse
 
@@ -114,7 +114,7 @@ def read_config(model_dir: Path) -> PreTrainedConfig:
 
 def _model_type(file: Path) -> object:
     try:
-        raw = json.loads(file.read_bytes())
+        raw = read_json(file.read_bytes())
     except ValueError:
         return None
     return raw.get("model_type") if isinstance(raw, dict) else None
@@ -151,7 +151,7 @@ def weight_files(model_dir: Path) -> list[Path]:
             param="model.path",
         )
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(read_json(index.read_bytes())["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise ConfigError(f"model.path: {index} is not a safetensors index; fetch it again", param="model.path") from e
     files = [model_dir / str(name) for name in names]
@@ -168,7 +168,7 @@ def _elements(file: Path) -> int:
             size = int.from_bytes(f.read(8), "little")
             if not 2 <= size <= min(_MAX_HEADER, os.fstat(f.fileno()).st_size - 8):
                 raise ValueError("its header length is out of range")
-            header = json.loads(f.read(size))
+            header = read_json(f.read(size))
             header.pop("__metadata__", None)
             held = os.fstat(f.fileno()).st_size - 8 - size
         if max((entry["data_offsets"][1] for entry in header.values()), default=0) != held:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.parsing import read_json
 from moonpool.engine.bundled import BUNDLED, fetch_bundled
 from moonpool.engine.loading import weight_files
 
@@ -119,7 +120,7 @@ def model_fingerprint(model_dir: Path, cache: Path) -> str:
 
 def _read_note(note: Path) -> tuple[list[list[object]], str] | None:
     try:
-        raw = json.loads(note.read_bytes())
+        raw = read_json(note.read_bytes())
         return list(raw["files"]), str(raw["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -5,7 +5,6 @@ Costs are seconds, sizes bytes or tokens, rates bytes per second, as the names s
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
+from moonpool.core.parsing import read_toml
 from moonpool.scheduler.prefill_queue import Rule
 
 KeepAt = Literal["prefill", "decode", "both"]
@@ -190,7 +190,7 @@ def read_cluster(name: str | Path, overrides: Mapping[str, str] = MappingProxyTy
     bundled = files("moonpool.sim") / "clusters" / f"{name}.toml"
     try:
         text = path.read_text() if path.suffix == ".toml" or path.exists() else bundled.read_text()
-        values = tomllib.loads(text)
+        values = read_toml(text)
         for key, value in overrides.items():
             _put(values, key, value)
         return SimCluster.model_validate(values)
@@ -198,12 +198,13 @@ def read_cluster(name: str | Path, overrides: Mapping[str, str] = MappingProxyTy
         known = ", ".join(bundled_clusters())
         message = f"cluster: cannot read {name}: {e.strerror}; give a TOML file, or one of {known}"
         raise ConfigError(message, param="cluster") from e
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"cluster: {name} is not TOML: {e}", param="cluster") from e
     except ValidationError as e:
         first = e.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "cluster"
         raise ConfigError(f"cluster {name}: {key}: {first['msg']}", param=key) from e
+    except ValueError as e:  # also a file that is not UTF-8
+        raise ConfigError(f"cluster: {name} is not TOML: {e}", param="cluster") from e
+
 
 
 def _put(values: dict[str, Any], key: str, value: str) -> None:
@@ -213,8 +214,8 @@ def _put(values: dict[str, Any], key: str, value: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"cluster: {key} is no key: {part} is not a table", param=key)
     try:
-        values[last] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        values[last] = read_toml(f"value = {value}")["value"]
+    except ValueError:
         values[last] = value
 
 

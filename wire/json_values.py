@@ -20,5 +20,5 @@ def from_json(data: bytes, kind: type[T]) -> T:
     """InvalidRequest says what does not fit and where."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as e:
         raise InvalidRequest(f"json: {e}") from e

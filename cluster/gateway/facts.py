@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.parsing import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,15 @@ def read_facts(model_dir: Path, *, max_context: int) -> ModelFacts:
     """``max_context`` is the configured limit; 0: the model's own. ConfigError where the directory does not say."""
     path = model_dir / "config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = read_json(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("it is no JSON object")
     except (OSError, ValueError) as e:
         raise ConfigError(
             f"model.path: cannot read {path}: {e}; give a Hugging Face model directory", param="model.path"
         ) from e
-    text = raw.get("text_config", raw)  # multimodal models nest their language model
+    nested = raw.get("text_config")  # multimodal models nest their language model
+    text = nested if isinstance(nested, dict) else raw
     own = _number(text, "max_position_embeddings", "n_positions", "max_seq_len")
     vocab = _number(text, "vocab_size")
     if not vocab or not (own or max_context):

@@ -17,6 +17,7 @@ import psutil
 
 from moonpool.cluster.role_switch import forget_roles
 from moonpool.core.errors import ConfigError
+from moonpool.core.parsing import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class StateDir:
     def read(self) -> ClusterState | None:
         """The running cluster, or None; what a dead supervisor left is not believed."""
         try:
-            raw = json.loads(self._state_file.read_text(encoding="utf-8"))
+            raw = read_json(self._state_file.read_text(encoding="utf-8"))
             state = ClusterState(**{**raw, "supervisor": ProcessRecord(**raw["supervisor"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -108,7 +109,7 @@ class StateDir:
         found = {}
         for path in sorted((self.path / "pids").glob("*.json")):
             try:
-                record = ProcessRecord(**json.loads(path.read_text(encoding="utf-8")))
+                record = ProcessRecord(**read_json(path.read_text(encoding="utf-8")))
             except (OSError, ValueError, TypeError):
                 continue
             if record.alive():

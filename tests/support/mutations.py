@@ -25,7 +25,14 @@ ODD_NUMBERS = tuple(
     for size in (1, 2, 4, 8)
     for n in (0, 1, -1, (1 << (8 * size - 1)) - 1, -(1 << (8 * size - 1)))
 )
-NESTED = (b"[" * 3_000, b'{"a":' * 3_000, b"\x91" * 100_000, b"\x81\xa1a" * 30_000)
+NESTED = (
+    b"[" * 3_000,
+    b'{"a":' * 3_000,
+    b"x = " + b"[" * 3_000,
+    b"x = " + b"{a = " * 3_000,
+    b"\x91" * 100_000,
+    b"\x81\xa1a" * 30_000,
+)
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, -1, 0, 1 << 70, -(1 << 70), 1e308, float("nan"), float("inf"),
     "", "x" * 3_000, "\0", "\ud800", "../../etc/passwd", [], {}, [[]], [None], {"a": {}}, [1, "a"],
@@ -45,7 +52,7 @@ def mutated(draw: st.DrawFn, *seeds: bytes) -> bytes:
     for _ in range(draw(st.integers(0, 6))):
         at = draw(st.integers(0, len(data)))
         size = draw(st.integers(0, min(64, len(data) - at)))
-        match draw(st.sampled_from(("bit", "byte", "cut", "drop", "splice", "double", "number", "text", "nest"))):
+        match draw(st.sampled_from(("bit", "byte", "cut", "drop", "splice", "double", "number", "text", "nest", "deep"))):
             case "bit" if data:
                 data[min(at, len(data) - 1)] ^= 1 << draw(st.integers(0, 7))
             case "byte" if data:
@@ -71,6 +78,8 @@ def mutated(draw: st.DrawFn, *seeds: bytes) -> bytes:
                 )
             case "nest":
                 data[at:at] = draw(st.sampled_from(NESTED))
+            case "deep":
+                data[:] = draw(st.sampled_from(NESTED))
     return bytes(data)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import tomllib
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moonpool.core.errors import ConfigError, Unauthorised
+from moonpool.core.parsing import read_toml
 from moonpool.core.use import DEFAULT_TENANT
 
 FIELD = "security.api_keys_file"
@@ -144,8 +144,8 @@ def new_token(id: bytes, secret: bytes) -> str:
 def parse(text: str, where: str) -> Book:
     """ConfigError naming the entry that is wrong; no value of a secret field is ever in its text."""
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
+        values = read_toml(text)
+    except ValueError as e:
         raise ConfigError(f"{FIELD}: {where} is not valid TOML: {e}", param=FIELD) from None
     return checked(values, where)
 
