@@ -101,6 +101,8 @@ def _trouble(error: grpc.aio.AioRpcError) -> str:
 async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dict[str, Any]:
     """What a conductor would do about the split of roles, or begins to do. NoPath without a conductor that answers."""
     conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
+    if apply and conductors and not any(conductor.term for conductor in conductors):
+        raise NoPath("conductor: none leads at this moment; ask again in a few seconds", retry_after_s=2.0)
     for conductor in sorted(conductors, key=lambda member: -member.term):  # the leading one first
         async with dial(conductor.address) as channel:
             request = pb.conductor.RebalanceRequest(apply=apply, switches=switches)
