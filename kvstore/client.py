@@ -219,6 +219,7 @@ class WorkerStore:
     async def _undo(self, task: Awaitable[T], undo: Callable[[T], Awaitable[object]]) -> None:
         try:
             await undo(await task)
+            self.counted["undone"] += 1
         except MoonpoolError:
             self.counted["undo_failed"] += 1  # the node undoes it when the session ends
 

@@ -47,6 +47,16 @@ class Clients:
         else:
             await self._stay(ask)
 
+    async def end_of(self, ask: Ask) -> str:
+        """``answered``, ``refused``, or ``odd``, which is remembered."""
+        status, text = await self._post(ask, {})
+        if status == 200:
+            return "answered"
+        if status in (429, 503, 504):
+            return "refused"
+        self.seen.odd.append(f"status {status}, {text[-200:]!r}")
+        return "odd"
+
     async def _leave(self, ask: Ask, seconds: float) -> None:
         """Sends the request and closes the connection, in order or by a reset, whatever has come back by then."""
         reader, writer = await asyncio.open_connection(self._host, self._port)

@@ -2,7 +2,8 @@
 
 Clients close their connections, or the requests' deadlines pass, while other clients want their answers and compare them
 with an oracle's. In which window each cancellation struck is read from the instants that the processes stamped. Afterwards
-every gauge must be at its idle value, and no process may have more threads, sockets or files than before.
+every gauge must be at its idle value, and no process may have more threads, sockets or files than before; a burst far above
+capacity and a giant prompt in a flood of tiny ones come last.
 
 The keys of the report: ``windows`` cancellations by window; ``faults`` what must not be, in words: none means good.
 """
@@ -20,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moonpool.bench.cancels.clients import Clients, Seen
+from moonpool.bench.cancels.hostile import burst, giant_in_a_flood
 from moonpool.bench.cancels.oracle import known_answers
 from moonpool.bench.cancels.scenes import BLOCK, SCENES, Asks, Scene, next_scene
 from moonpool.bench.cancels.watching import Watch, pausing
@@ -96,10 +98,12 @@ async def _measure(cluster: LocalCluster, asks: Asks, options: CancelsOptions, s
         run = _Run(watch, clients, asks, options)
         before = await run.warm()
         busy = await run.all(say)
+        hostile = await burst(clients, asks, watch) | await giant_in_a_flood(clients, asks, TINY_CONTEXT)
+        busy = busy or await watch.idle(IDLE_S)
         after = await watch.handles()
         seconds = time.monotonic() - begun
     grown = {name: value - before[name] for name, value in after.items() if value - before[name] > GROWTH}
-    return _report(watch, seen, busy, grown, options, seconds)
+    return _report(watch, seen, busy, grown, options, seconds) | hostile
 
 
 class _Run:

@@ -94,6 +94,10 @@ class Asks:
         """One for each shared prefix, so that the pool holds it."""
         return [Ask((*prefix, self._ids[0]), 2, False) for prefix in self._prefixes]
 
+    def fresh(self, tokens: int, output: int) -> Ask:
+        """A prompt that nobody has seen."""
+        return Ask(self._tokens(tokens), output, False)
+
     def kept(self) -> Ask:
         known = self._random.choice(self._known)
         return Ask(known.prompt, len(known.answer), self._random.random() < 0.5, answer=known.answer)
