@@ -8,6 +8,11 @@ nothing for what it did not ask for, so it cannot starve the others afterwards.
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 KEPT = 4_096  # tenants remembered; those that are owed nothing and owe nothing go first
 
 
@@ -41,3 +46,23 @@ class FairClock:
 
     def _forget(self) -> None:
         del self._times[min(self._times, key=self._times.__getitem__)]
+
+
+def in_turn(clock: FairClock, lines: Mapping[str, Iterable[T]], share: Callable[[T], float]) -> Iterator[T]:
+    """What the tenants' ``lines`` hold in the order in which it would be served if nothing else came. ``share`` of one is its
+    cost over its tenant's weight. Of equal turns that of the earlier line goes first."""
+    turns: list[tuple[float, int]] = []
+    left = [(clock.time(tenant), iter(line)) for tenant, line in lines.items()]
+    heads: list[T | None] = []
+    for place, (at, line) in enumerate(left):
+        heads.append(next(line, None))
+        if heads[place] is not None:
+            heapq.heappush(turns, (at, place))
+    while turns:
+        at, place = heapq.heappop(turns)
+        one = heads[place]
+        assert one is not None
+        yield one
+        heads[place] = next(left[place][1], None)
+        if heads[place] is not None:
+            heapq.heappush(turns, (at + share(one), place))

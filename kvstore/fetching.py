@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from moonpool.core.membership import Member
 from moonpool.core.use import Use
 from moonpool.kvstore import slices
 from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.fair_turns import FairTurns
 from moonpool.kvstore.sources import Sources
 from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
@@ -33,6 +36,7 @@ OURSELVES = 0  # the session number under which the node itself pins
 DRAIN_S = 5.0
 KEPT_CHANNELS = 64  # to other nodes, whose addresses change with every life
 STALE_S = 60.0  # for calls under way on one that is kept no longer
+AT_ONCE = 4  # fetches from one node; more wait, and tenants go in turn, by bytes
 PIECE = 64  # blocks of one landing of a replica: a full pool then takes a part rather than nothing
 log = structlog.get_logger(__name__)
 
@@ -66,6 +70,7 @@ class Fetcher:
         self._push = push
         self._coming: dict[bytes, asyncio.Task[Moved]] = {}  # who fetches what: several readers share one fetch
         self._channels: dict[str, Any] = {}
+        self._turns: dict[NodeId, FairTurns] = {}  # by source, of those that somebody fetches from
         self._names = count(1)
         self._sources = Sources(node.peers, lambda: node.clock())
         self.bytes_in = 0
@@ -171,14 +176,33 @@ class Fetcher:
             first = have + lead
             parent = keys[first - 1] if first else None
             order = pb.store.PushToRequest(target_address=self._node.member.address, replica=replica, move=move)
-            run = self._fetch_run(layout, mine, first, parent, store, address or store.address, deadline_s, use, order)
-            task = self._node.spawn(run)
+            run = partial(self._fetch_run, layout, mine, first, parent, store, address or store.address, use=use, order=order)
+            task = self._node.spawn(self._in_turn(source, use.tenant, len(mine) * layout.block_bytes, run, deadline_s))
             self._coming.update(dict.fromkeys(mine, task))
             task.add_done_callback(lambda _: [self._coming.pop(key, None) for key in mine])
             known.add(task)
         if known:
             await asyncio.wait(known, timeout=deadline_s)
         return task.result() if task is not None and task.done() and not task.cancelled() else Moved(0, "")
+
+    async def _in_turn(
+        self, source: NodeId, tenant: str, size: int, run: Callable[[float], Awaitable[Moved]], deadline_s: float
+    ) -> Moved:
+        """``run`` with what is left of ``deadline_s`` once its turn came; nothing where that took too long."""
+        turns = self._turns.setdefault(source, FairTurns(AT_ONCE))
+        end = self._node.clock() + deadline_s
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(deadline_s):
+                    await stack.enter_async_context(turns.turn(tenant, size))
+                return await run(max(end - self._node.clock(), 0.001))
+        except TimeoutError:
+            self.failed += 1
+            log.info("fetch_without_a_turn", source=source)
+            return Moved(0, "")
+        finally:
+            if turns.idle and self._turns.get(source) is turns:
+                del self._turns[source]
 
     async def _fetch_run(
         self,
@@ -189,6 +213,7 @@ class Fetcher:
         store: Member,
         address: str,
         deadline_s: float,
+        *,
         use: Use,
         order: pb.store.PushToRequest,
     ) -> Moved:

@@ -8,6 +8,8 @@ a job older than ``wait_cap_s`` goes before all younger ones, by standing.
 A refused job lets the others pass until its next try; after ``MAX_SKIPS`` refusals no job of its lane (the store node that
 grants) passes it any more, so a big prompt among an endless stream of small ones starts as soon as the landings granted
 before it have ended.
+
+Where jobs of several tenants wait, each tenant's go in that order and the tenants in turn (``core.fairness``).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Literal
 
 from moonpool.core.blocks import chunk_end
 from moonpool.core.errors import Bug, Busy
+from moonpool.core.fairness import FairClock, in_turn
+from moonpool.core.use import DEFAULT_TENANT
 
 MAX_SKIPS = 8
 FIRST_RETRY_S = 0.02  # a refused landing is asked for again after this, doubling up to LAST_RETRY_S
@@ -42,6 +46,8 @@ class _Entry:
     work: float  # predicted when it came, seconds (or any unit that all jobs share)
     arrived: float
     order: int
+    tenant: str
+    weight: float
     stage: Stage = Stage.WAITING
     skips: int = 0
     retry_at: float = 0.0
@@ -84,6 +90,7 @@ class ChunkPlanner:
         self._current: JobKey | None = None
         self._order = 0
         self._chunks = 0
+        self._clock = FairClock()
 
     @property
     def current(self) -> JobKey | None:
@@ -98,11 +105,21 @@ class ChunkPlanner:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def submit(self, key: JobKey, total: int, lane: str, now: float, work: float | None = None) -> None:
+    def submit(
+        self,
+        key: JobKey,
+        total: int,
+        lane: str,
+        now: float,
+        work: float | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        weight: float = 1.0,
+    ) -> None:
         """Queue a job of ``total`` tokens (at least one). Busy when the queue is full.
 
         ``work`` is how long computing it is predicted to take here, what is reused taken off; None: its tokens, for a
-        planner that never hears of seconds.
+        planner that never hears of seconds. ``weight``: of the tenant, where tenants compete.
         """
         if key in self._jobs:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} is queued already")
@@ -111,13 +128,16 @@ class ChunkPlanner:
                 f"{self.queued} prompts wait here, timing.queue_limit is {self._queue_limit}; place the request elsewhere"
             )
         self._order += 1
-        self._jobs[key] = _Entry(total, lane, float(total) if work is None else work, now, self._order)
+        if not any(entry.tenant == tenant for entry in self._jobs.values()):
+            self._clock.join(tenant)
+        work = float(total) if work is None else work
+        self._jobs[key] = _Entry(total, lane, work, now, self._order, tenant, weight if weight > 0.0 else 1.0)
 
     def next(self, now: float) -> JobKey | None:
         """The job whose landing shall be asked for now; None when one is under way, or none may be tried yet."""
         if self._current is not None:
             return None
-        for key, entry in self._candidates(now):
+        for key, entry in self._in_turn(self._candidates(now)):
             if entry.retry_at <= now:
                 entry.stage = Stage.ASKING
                 self._current = key
@@ -145,6 +165,7 @@ class ChunkPlanner:
             raise Bug(f"chunk planner: {key[0]} attempt {key[1]} starts at {start} of {entry.total} tokens")
         entry.stage = Stage.COMPUTING
         entry.done = start
+        self._clock.serve(entry.tenant, entry.work, entry.weight)
         self._chunks = 0
 
     def restart(self, key: JobKey, start: int) -> None:
@@ -199,6 +220,12 @@ class ChunkPlanner:
         self._jobs.pop(key, None)
         if self._current == key:
             self._current = None
+
+    def _in_turn(self, candidates: Iterator[tuple[JobKey, _Entry]]) -> Iterator[tuple[JobKey, _Entry]]:
+        lines: dict[str, list[tuple[JobKey, _Entry]]] = {}
+        for one in candidates:
+            lines.setdefault(one[1].tenant, []).append(one)
+        return in_turn(self._clock, lines, lambda one: one[1].work / one[1].weight)
 
     def _candidates(self, now: float) -> Iterator[tuple[JobKey, _Entry]]:
         """Waiting jobs, the next one first, without those behind one of their lane that nobody passes.

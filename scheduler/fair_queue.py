@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from moonpool.core.fairness import FairClock
+from moonpool.core.fairness import FairClock, in_turn
 from moonpool.core.placement import PlaceRequest
 from moonpool.scheduler.policy import Waiting
 from moonpool.scheduler.waiting import Outlook, WaitingQueue, delayed
@@ -126,18 +126,7 @@ class FairQueue:
                 yield from alone.in_order(now)
             return
         lines = {tenant: line.in_order(now) for tenant, line in self._lines.items()}
-        turns: list[tuple[float, int, str, Waiting]] = []
-        for tenant, line in lines.items():
-            self._next_turn(turns, self._clock.time(tenant), tenant, line)
-        while turns:
-            at, _, tenant, waiting = heapq.heappop(turns)
-            yield waiting
-            self._next_turn(turns, at + waiting.work_s / self._weights[tenant], tenant, lines[tenant])
-
-    def _next_turn(self, turns: list[tuple[float, int, str, Waiting]], at: float, tenant: str, line: Iterator[Waiting]) -> None:
-        waiting = next(line, None)
-        if waiting is not None:
-            heapq.heappush(turns, (at, waiting.order, tenant, waiting))
+        yield from in_turn(self._clock, lines, lambda one: one.work_s / self._weights[one.request.tenant])
 
     def _new_line(self) -> WaitingQueue:
         return WaitingQueue(self._limit, self._cap_s)

@@ -66,7 +66,9 @@ class PrefillNode:
     def submit(self, attempt: Try) -> None:
         now = self._site.clock.now
         work = prefill_s(self._cost, attempt.tokens, self._expected(attempt))
-        self.planner.submit(attempt.key, attempt.tokens, attempt.placement.decode.node, now, work)
+        self.planner.submit(
+            attempt.key, attempt.tokens, attempt.placement.decode.node, now, work, tenant=attempt.request.use.tenant
+        )
         attempt.queued_at = now
         self.jobs[attempt.key] = attempt
         self._works[attempt.key] = work

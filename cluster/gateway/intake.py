@@ -60,7 +60,7 @@ class Intake:
         targets, budget_ms = self._targets(headers), self._budget_ms(headers)
         priority, kind = _priority(headers, caller), _kind(headers)
         named = self._roster.hasher(caller, body.cache_salt)
-        prompts = await self._prompts.of(body, size, named[0] if named else None)
+        prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
         params = [self._sampling(body, self._output_tokens(body, prompt)) for prompt in prompts]
         if named is None:

@@ -12,7 +12,9 @@ from moonpool.cluster.gateway.known_prompts import KnownPrompts
 from moonpool.cluster.gateway.tokenizer import Tokenizer
 from moonpool.core.blocks import BlockHasher
 from moonpool.core.errors import InvalidRequest
+from moonpool.kvstore.fair_turns import FairTurns
 
+HANDED_OVER = 2  # to the thread: the next one is there when it is done with one
 INLINE_BYTES = 4_096  # of a body: about a millisecond of tokenising, no more than a hand-over to a thread costs under load
 
 
@@ -31,6 +33,7 @@ class Prompts:
         self._aside = aside
         self._thread = thread
         self._known = KnownPrompts()
+        self._turns = FairTurns(HANDED_OVER)
 
     @classmethod
     async def load(cls, model_dir: Path, *, vocab_size: int) -> Prompts:
@@ -44,12 +47,14 @@ class Prompts:
             raise
         return cls(tokenizers[0], tokenizers[1], thread, vocab_size=vocab_size)
 
-    async def of(self, body: SamplingBody, size: int, hasher: BlockHasher | None) -> list[Prompt]:
-        """One entry per choice of a body of ``size`` bytes; without ``hasher`` there are no keys."""
+    async def of(self, body: SamplingBody, size: int, hasher: BlockHasher | None, tenant: str) -> list[Prompt]:
+        """One entry per choice of a body of ``size`` bytes; without ``hasher`` there are no keys. Long ones go in turn by
+        tenant."""
         if size <= INLINE_BYTES:
             return self._encode(self.tokenizer, body, hasher)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._encode, self._aside, body, hasher)
+        async with self._turns.turn(tenant, size):
+            return await loop.run_in_executor(self._thread, self._encode, self._aside, body, hasher)
 
     def _encode(self, tokenizer: Tokenizer, body: SamplingBody, hasher: BlockHasher | None) -> list[Prompt]:
         field = "messages" if isinstance(body, ChatBody) else "prompt"

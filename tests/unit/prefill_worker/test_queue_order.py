@@ -169,3 +169,19 @@ def test_in_order_of_arrival_predictions_do_not_matter() -> None:
     plan.submit(("long", 1), 100, "n", 0.0, 9.0)
     plan.submit(("short", 1), 100, "n", 1.0, 1.0)
     assert started(plan, 1.0) == ["long", "short"]
+
+
+@pytest.mark.parametrize("order", ["fifo", "shortest"])
+def test_tenants_go_in_turn_whatever_the_order_within_one(order: Order) -> None:
+    plan = planner(order)
+    for i in range(6):
+        plan.submit((f"flood-{i}", 1), 100, "lane", 0.0, tenant="flood")
+    for i in range(2):
+        plan.submit((f"quiet-{i}", 1), 120, "lane", 1.0, tenant="quiet")
+    taken = []
+    while (key := plan.next(2.0)) is not None:
+        taken.append(key[0].split("-")[0])
+        plan.granted(key, 0)
+        plan.leave(key)
+    assert taken[:4].count("quiet") == 2
+    assert len(taken) == 8
