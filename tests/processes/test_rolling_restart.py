@@ -35,6 +35,7 @@ def oracle(tiny_model: Path) -> Iterator[Oracle]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[LocalCluster]:
     settings = {
         "model__dtype": "float32",
+        "timing__silent_after_ms": 4_000,
         "engine__poison": True,
         "engine__block_tokens": 16,
         "engine__page_bytes": 8 << 20,

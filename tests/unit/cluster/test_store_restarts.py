@@ -64,7 +64,9 @@ async def publish(s: Processes, node: str) -> None:
         assert await author.publish([(key, block_bytes(key)) for key in KEYS]) == len(KEYS)
 
 
-async def test_a_node_killed_again_and_again_finds_room_and_leaves_another_runs_memory_alone(tight: Path) -> None:
+async def test_a_node_killed_again_and_again_or_told_to_leave_finds_room_and_leaves_another_runs_memory_alone(
+    tight: Path,
+) -> None:
     def sections(cluster: str) -> dict[str, dict[str, object]]:
         folder = tight.parent / cluster
         folder.mkdir()
@@ -77,11 +79,13 @@ async def test_a_node_killed_again_and_again_finds_room_and_leaves_another_runs_
     ):
         await publish(other, "a")
         theirs = files(tight, "other")
-        for _ in range(KILLS):
+        for number in (*[signal.SIGKILL] * KILLS, signal.SIGTERM):
             await publish(ours, "b")
             former = ours.member("b")
-            ours.signal("b", signal.SIGKILL)
-            await until(lambda: not ours.live("b"), "its death is known")
+            ours.signal("b", number)
+            await until(lambda: not ours.live("b"), "its end is known")
+            if number is signal.SIGTERM:
+                await until(lambda: not files(tight, "ours"), "it takes its memory along")
             await ours.start("b")
             pid = ours.member("b").pid
             assert pid != former.pid

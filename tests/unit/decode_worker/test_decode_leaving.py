@@ -110,3 +110,17 @@ async def test_a_prefill_worker_that_leaves_finishes_or_gives_back(tmp_path: Pat
         assert answer.ids == split.oracle(elsewhere)
         await asyncio.wait_for(draining, SOON_S)
         await split.idle(5.0)
+
+
+async def test_a_refusal_because_it_leaves_frees_the_prefill_worker_s_pages(tmp_path: Path, tiny_model: Path) -> None:
+    """It comes in the middle of the hand-off: what is pushed is for nobody any more."""
+    async with split_path(tmp_path, tiny_model) as split:
+        for seed in range(5):
+            running = split.gateway.begin(split.asker.request(ids(300, seed), max_tokens=200))
+            while not split.decode.numbers()["handoffs"] and not running.over.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await split.decode.drain(0.0)
+            await asyncio.wait_for(running.over.wait(), 5.0)
+            assert running.error is not None and running.error.reason is Reason.MOVED
+            await split.idle(2.0)
+            split.decode._leaving = False  # its next life
