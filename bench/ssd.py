@@ -105,7 +105,7 @@ class _Tier:
 
     def __init__(self, tier: SsdTier) -> None:
         self._tier = tier
-        self._lanes = {hot: [_Lane(2 * hot, hot), _Lane(2 * hot + 1, hot)] for hot in (False, True)}
+        self._lanes = {hot: [Lane(2 * hot, hot), Lane(2 * hot + 1, hot)] for hot in (False, True)}
         self._held: list[tuple[int, bytes]] = []  # (extent, key) of each block on the tier, oldest first
 
     async def fill(self) -> None:
@@ -119,7 +119,7 @@ class _Tier:
         begun = time.perf_counter()
         done = 0
 
-        async def go(lane: _Lane) -> None:
+        async def go(lane: Lane) -> None:
             nonlocal done
             while time.perf_counter() - begun < seconds:
                 blocks = await step(lane)
@@ -128,7 +128,7 @@ class _Tier:
         await asyncio.gather(*(go(lane) for lane in self._lanes[not name.endswith("cold")]))
         return done * LAYOUT.block_bytes / (time.perf_counter() - begun)
 
-    async def _write(self, lane: _Lane) -> int:
+    async def _write(self, lane: Lane) -> int:
         while self._tier.room(LAYOUT) < BATCH:
             oldest, self._held = self._held[:BATCH], self._held[BATCH:]
             self._tier.free([extent for extent, _ in oldest])
@@ -137,7 +137,7 @@ class _Tier:
         self._held += written
         return len(written)
 
-    async def _read(self, lane: _Lane) -> int:
+    async def _read(self, lane: Lane) -> int:
         n = len(lane.into)
         at = lane.next(len(self._held) // n) * n
         reads = [
@@ -146,7 +146,7 @@ class _Tier:
         return (await self._tier.read(reads, 60.0)).count(ReadEnd.OK)
 
 
-class _Lane:
+class Lane:
     """One of two callers: what it writes, and slots to read into, touched before anything is measured."""
 
     def __init__(self, number: int, hot: bool) -> None:

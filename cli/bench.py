@@ -245,6 +245,23 @@ def ssd(
     _print(measure(SsdOptions(**_chosen({"path": path, "seconds": seconds}))), as_json)
 
 
+@bench.command("security")
+def security(
+    path: Annotated[str | None, typer.Option("--path", help="Folder on the disk to measure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    cluster_rounds: Annotated[
+        int | None, typer.Option("--cluster-rounds", min=0, help="Clusters started with each setting; 0: no TTFT.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """TTFT and GB/s with and without mutual TLS and KV encryption, as ratios, beside what one core can encrypt."""
+    from moonpool.bench.security import SecurityOptions
+    from moonpool.bench.security import security as measure
+
+    given = {"path": path, "model": model, "cluster_rounds": cluster_rounds}
+    _print(measure(SecurityOptions(**_chosen(given))), as_json)
+
+
 @bench.command("crash")
 def crash(
     kills: Annotated[int, typer.Option("--kills", min=1, help="Kills per operation.")] = 40,

@@ -67,7 +67,7 @@ def slot_in(raw: NDArray[np.uint8], layout: KVLayout, key: bytes, vault: Vault |
         return None
     if vault is not None and found is not None:
         closed = np.concatenate((slot, np.zeros(TAG_BYTES, np.uint8)))
-        slot = np.empty(layout.slot_bytes, np.uint8)
+        slot = closed[: layout.slot_bytes]  # in place: fresh memory costs as much as the cipher
         if not vault.open_slot(found, closed, slot):
             return None
     return slot if is_block(layout, slot, key, header.digests) else None
