@@ -132,7 +132,15 @@ class PrefillWorker:
         try:
             left = len(work.tokens) - min(planned_blocks(job) * self._engine.layout.block_tokens, len(work.tokens) - 1)
             work_s = self._runner.pace.seconds(left)
-            self._planner.submit(work.key, len(work.tokens), job.store_node, time.monotonic(), work_s)
+            self._planner.submit(
+                work.key,
+                len(work.tokens),
+                job.store_node,
+                time.monotonic(),
+                work_s,
+                tenant=attempt.request.tenant,
+                weight=attempt.request.weight,
+            )
         except Busy as e:
             raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
         if older := self._jobs.get((request, self._newest.get(request, -1))):

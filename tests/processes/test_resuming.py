@@ -1,0 +1,159 @@
+"""Workers and store nodes killed or stopped under answers that are being given: every answer ends as if nothing was."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from support.cluster import Answer, LocalCluster, complete, running
+from support.oracle import Oracle
+
+from moonpool.bench.tiny_model import TINY_IDS
+from moonpool.core.membership import Liveness
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+
+NODES = [
+    {"name": "a", "prefill": 2},
+    {"name": "b", "decode": 1},
+    {"name": "c", "decode": 1, "conductor": 1, "gateway": 1},
+]
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def tiny_oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[LocalCluster]:
+    """Two of each kind of worker, fp32. Heartbeats may be late on a busy machine without anybody being called silent."""
+    settings = {
+        "model__dtype": "float32",
+        "engine__block_tokens": BLOCK,
+        "store__pool_bytes": 64 << 20,
+        "timing__silent_after_ms": 2_000,
+        "timing__kill_after_ms": 2_000,
+    }
+    with running(LocalCluster(tmp_path_factory.mktemp("twins"), tiny_model, NODES, **settings)) as cluster:
+        yield cluster
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(TINY_IDS), k=length)
+
+
+def counted(cluster: LocalCluster, name: str, members: Sequence[str]) -> float:
+    numbers = cluster.numbers()
+    return sum(numbers.get(member, {}).get(f"{name}_count", 0.0) for member in members)
+
+
+def computed(cluster: LocalCluster) -> float:
+    """Prompt tokens that prefill workers did not find anywhere."""
+    return counted(cluster, "prompt_tokens", PREFILLS) - counted(cluster, "reused_tokens", PREFILLS)
+
+
+def whole_again(cluster: LocalCluster) -> bool:
+    changes = cluster.changes().values()
+    return all(change.liveness is Liveness.LIVE and change.member.ready for change in changes)
+
+
+async def asked(cluster: LocalCluster, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    async with cluster.client() as client:
+        return list(await asyncio.gather(*(complete(client, ids, tokens) for ids in prompts)))
+
+
+@asynccontextmanager
+async def under_way(
+    cluster: LocalCluster, prompts: Sequence[list[int]], tokens: int
+) -> AsyncIterator[asyncio.Task[list[Answer]]]:
+    """While all of ``prompts`` are being answered: some blocks of every answer are there on average."""
+    before = counted(cluster, "tokens", DECODES)
+    task = asyncio.create_task(asked(cluster, prompts, tokens))
+    try:
+        until = time.monotonic() + 60
+        while counted(cluster, "tokens", DECODES) - before < len(prompts) * 3 * BLOCK:
+            assert time.monotonic() < until and not task.done(), cluster.log()
+            await asyncio.sleep(0.01)
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def check(oracle: Oracle, prompts: Sequence[list[int]], answers: Sequence[Answer], tokens: int) -> None:
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.status == 200, answer.body
+        assert len(answer.ids) == tokens
+        oracle.check(ids, answer.ids, f"prompt of {len(ids)}")
+
+
+def busiest(cluster: LocalCluster, names: Sequence[str], gauge: str) -> str:
+    numbers = cluster.numbers()
+    return max(names, key=lambda name: numbers.get(name, {}).get(gauge, 0.0))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_answers_of_a_lost_decode_worker_go_on_from_what_it_left_in_the_pool(
+    twins: LocalCluster, tiny_oracle: Oracle, how: signal.Signals
+) -> None:
+    tokens, prompts = 500, [prompt(n, seed=100 * how + n) for n in (15, 16, 17, 40, 47, 48, 49, 70)]
+    twins.until(lambda: whole_again(twins), "everybody is there", 120)
+    async with under_way(twins, prompts, tokens) as answers:
+        victim = busiest(twins, DECODES, "requests_running")
+        lost = twins.stats(victim).numbers
+        before, pid = computed(twins), twins.member(victim).pid
+        os.kill(pid, how)
+        try:
+            check(tiny_oracle, prompts, await answers, tokens)
+        finally:
+            if how is signal.SIGSTOP:
+                os.kill(pid, signal.SIGKILL)
+    resumed = lost["requests_running"]
+    assert resumed > 0
+    again = computed(twins) - before
+    assert again <= resumed * 4 * BLOCK, f"{again:.0f} tokens computed for {resumed:.0f} answers of 90 and more tokens"
+    twins.until(lambda: whole_again(twins), f"{victim} is back", 120)
+    twins.assert_idle(20)
+
+
+async def test_twenty_prompts_of_a_killed_prefill_worker_are_computed_by_the_other_and_answers_under_way_go_on(
+    twins: LocalCluster, tiny_oracle: Oracle
+) -> None:
+    twins.until(lambda: whole_again(twins), "everybody is there", 120)
+    running_ones = [prompt(20, seed=s) for s in range(2)]
+    prompts = [prompt(700, seed=s) for s in range(10, 30)]
+    async with under_way(twins, running_ones, 400) as answers:
+        lives = {name: twins.member(name).incarnation for name in DECODES}
+        more = asyncio.create_task(asked(twins, prompts, 2))
+        victim = busiest(twins, PREFILLS, "requests_live")
+        os.kill(twins.member(victim).pid, signal.SIGKILL)
+        check(tiny_oracle, prompts, await more, 2)
+        check(tiny_oracle, running_ones, await answers, 400)
+        assert {name: twins.member(name).incarnation for name in DECODES} == lives
+        assert all(twins.changes()[name].liveness is Liveness.LIVE for name in DECODES)
+    twins.until(lambda: whole_again(twins), f"{victim} is back", 120)
+    twins.assert_idle(20)
+
+
+async def test_without_its_store_node_a_decode_worker_finishes_and_new_prompts_land_elsewhere(
+    twins: LocalCluster, tiny_oracle: Oracle
+) -> None:
+    twins.until(lambda: whole_again(twins), "everybody is there", 120)
+    old, new = [prompt(30, seed=s) for s in range(40, 44)], [prompt(90, seed=s) for s in range(50, 58)]
+    async with under_way(twins, old, 400) as answers:
+        os.kill(twins.member("store-b").pid, signal.SIGKILL)
+        check(tiny_oracle, new, await asked(twins, new, 20), 20)
+        check(tiny_oracle, old, await answers, 400)
+    twins.until(lambda: whole_again(twins), "store-b is back", 120)
+    twins.until(lambda: twins.stats("decode-0").numbers["store_connected"], "decode-0 has joined it", 30)
+    twins.assert_idle(20)
