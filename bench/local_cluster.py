@@ -20,7 +20,7 @@ from moonpool.cluster.launch.state import StateDir
 from moonpool.core.errors import ConfigError
 
 _START_S = 300.0
-_STOP_S = 60.0
+_STOP_S = 180.0
 
 BOTH = '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]'
 SPLIT = '[{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]'
