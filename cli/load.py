@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,6 +93,7 @@ def replay(
     options = ReplayOptions(
         _trace(trace_file, generated, limit),
         url=(url or running().url).rstrip("/"),
+        api_key=os.environ.get("MOONPOOL_API_KEY", ""),
         scaling=Scaling(speed=speed, block_tokens=block_tokens, output_divisor=output_divisor, limit=limit, loops=loops),
         trace_block_tokens=trace_block_tokens,
         adjust=adjust,

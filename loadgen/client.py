@@ -40,12 +40,13 @@ class Sender(Protocol):
         """Send one request and fill ``answer``. Whatever the server does is told by ``answer.outcome``, never raised."""
 
 
-def open_session(url: str, *, timeout_s: float) -> aiohttp.ClientSession:
+def open_session(url: str, *, timeout_s: float, api_key: str = "") -> aiohttp.ClientSession:
     """A session to ``url`` without any cap on connections: a cap would quietly turn an open loop into a closed one."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url: {url!r} is not an HTTP address; give one such as http://127.0.0.1:8000", param="url")
     return aiohttp.ClientSession(
         base_url=url.rstrip("/") + "/",
+        headers={"authorization": f"Bearer {api_key}"} if api_key else None,
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=timeout_s),
         read_bufsize=1 << 20,

@@ -52,6 +52,7 @@ class ReplayOptions:
 
     trace: Path | GeneratorConfig  # a file, or a trace made on the spot
     url: str = "http://127.0.0.1:8000"
+    api_key: str = field(default="", repr=False)  # empty: the server asks for none
     model: str = ""  # empty: the first one the server lists
     scaling: Scaling = field(default_factory=Scaling)
     trace_block_tokens: int = BLOCK_TOKENS  # prompt tokens per hash id of the file
@@ -108,7 +109,7 @@ async def _replay(
     options: ReplayOptions, trace: Trace, plan: Plan, prompts: PromptMaker, cluster: Describe | None, out: TextIO
 ) -> Summary:
     clock = MonotonicClock()
-    async with open_session(options.url, timeout_s=options.timeout_s) as session:
+    async with open_session(options.url, timeout_s=options.timeout_s, api_key=options.api_key) as session:
         shape = RequestShape(
             model=options.model or await served_model(session, options.url),
             run_id=f"replay-{secrets.token_hex(4)}",
