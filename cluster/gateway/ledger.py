@@ -106,7 +106,7 @@ class Ledger:
     def out_of_time(self) -> DeadlinePassed:
         after = f" after {self.number} attempt(s); the last failure: {self._last.message}" if self._last else ""
         return DeadlinePassed(
-            f"request: not finished within {self._budget_ms} ms (timing.request_budget_ms){after}; "
+            f"request: not finished within {self._budget_ms} ms (timing.request_budget_ms, or x-deadline-ms){after}; "
             f"{len(self.emitted)} tokens were generated"
         )
 
