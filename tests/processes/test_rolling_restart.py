@@ -10,7 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 from support.cluster import LocalCluster, running
 from support.oracle import Oracle
 from support.steady_load import SteadyLoad
@@ -93,3 +96,18 @@ def test_a_role_that_nobody_else_has_is_not_restarted_unasked(cluster: LocalClus
     assert done.returncode == 2 and "these are: conductor-0" in done.stderr
     done = restart(cluster, "--role", "gateway")
     assert done.returncode == 2 and "--rolling: give it to restart gateway-0, gateway-1" in done.stderr
+
+
+def test_every_process_answers_its_probes_with_metrics_that_parse(cluster: LocalCluster) -> None:
+    strict = {"accept": "application/openmetrics-text; version=1.0.0"}
+    for name, change in cluster.changes().items():
+        where = f"http://{change.member.details['probe']}"
+        with httpx.Client(base_url=where, timeout=10.0, trust_env=False) as client:
+            assert (client.get("/live").status_code, client.get("/ready").status_code) == (200, 200), name
+            text, openmetrics = client.get("/metrics").text, client.get("/metrics", headers=strict).text
+        for families in (list(parse_text(text)), list(parse_openmetrics(openmetrics))):
+            samples = {sample.name for family in families for sample in family.samples}
+            prefix = f"moonpool_{change.member.role.value}_"
+            assert f"{prefix}probe_ready" in samples and "moonpool_process_threads" in samples, name
+            assert all(name.startswith((prefix, "moonpool_process")) for name in samples)
+            assert all(family.documentation for family in families)

@@ -166,6 +166,21 @@ async def test_a_conductor_that_leaves_sends_those_who_wait_elsewhere() -> None:
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_conductor_that_drains_sends_on_who_waits_and_who_comes() -> None:
+    async with bench() as b:
+        for name in PREFILLS:
+            b.busy(name, 50_000)
+        call, _ = await b.ask("waits")
+        draining = asyncio.create_task(b.service.drain(5.0))
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await b.next(call)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await b.ask("comes")
+        await draining
+        assert ended.value.code() is refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert b.number("waiting") == 0
+
+
 async def test_waiting_requests_hear_when_the_last_worker_is_lost() -> None:
     async with bench() as b:
         for name in PREFILLS:
