@@ -58,6 +58,31 @@ async def test_an_answers_blocks_serve_the_next_turn_from_the_pool(tmp_path: Pat
         assert second.ids == split.oracle(follow_up)
 
 
+@pytest.mark.parametrize("context", [31, 32, 33, 63, 64, 65])
+async def test_an_answer_goes_on_from_the_pool_after_its_attempt_and_the_device_pages_were_lost(
+    tmp_path: Path, tiny_model: Path, context: int
+) -> None:
+    async with both(tmp_path, tiny_model) as split:
+        request = split.asker.request(ids(17), max_tokens=60, temperature=1.0, seed=3, presence_penalty=0.5)
+        whole, cut = split.oracle(request), context - 17
+        first = split.gateway.begin(request)
+        await first.count(cut)
+        split.decode.cancel(split.gateway.stream, request.id, 1)
+        async with asyncio.timeout(10):
+            while split.decode.numbers()["pages_publishing"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        await split.idle()
+        await split.clear_device_pages()
+        split.decode.report()
+        rest = split.gateway.begin(request, number=2, emitted=whole[:cut])
+        await rest.over.wait()
+        await split.idle()
+        assert whole[:cut] + rest.ids == whole
+        (timing,) = split.decode.report().prefills
+        assert timing.prompt_tokens == context
+        assert timing.loaded_tokens >= (context - 1) // 16 * 16
+
+
 async def test_a_prompt_is_fetched_from_the_node_that_the_placement_names(tmp_path: Path, tiny_model: Path) -> None:
     async with both(tmp_path, tiny_model, nodes=("a", "b")) as split:
         request = split.asker.request(ids(100), max_tokens=1)
