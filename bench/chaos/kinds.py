@@ -56,7 +56,7 @@ def _cuts() -> list[Kind]:
         (Role.STORE, Role.STORE),
     )
     kinds = [
-        Kind(f"cut-{one}-{two}", "cut", (2.0, 4.0), f"nothing passes between a {one} and a {two}", one, two, Need.NETWORK)
+        Kind(f"cut-{one}-{two}", "cut", (2.0, 8.0), f"nothing passes between a {one} and a {two}", one, two, Need.NETWORK)
         for one, two in pairs
     ]
     kinds.append(

@@ -111,7 +111,8 @@ def _drawn(logits: torch.Tensor, turn: Turn, prompt: Sequence[int], outputs: Seq
     drawn = {s.token for s in sample(rows, [SamplerState(params, prompt, outputs)] * 3, frozenset())}
     if turn.temperature == 0:
         best = logits.topk(2).values
-        return drawn.pop() if float(best[0] - best[1]) > TIE else None
+        if float(best[0] - best[1]) <= 2 * TIE:
+            return None
     return drawn.pop() if len(drawn) == 1 else None
 
 
