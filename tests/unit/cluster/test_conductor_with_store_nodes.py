@@ -12,6 +12,7 @@ import pytest
 from support.store import LAYOUT, Roll, block_bytes, block_keys, config, member, store_node, worker
 
 from moonpool.cluster.conductor import ConductorService
+from moonpool.cluster.leadership import Leads
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, Peers
@@ -24,9 +25,9 @@ KEYS = block_keys("k", 8)
 class Watched(ConductorService):
     """Tells what it hears of store nodes."""
 
-    def __init__(self, *given: object) -> None:
+    def __init__(self, *given: object, leads: Leads | None = None) -> None:
         self.heard: asyncio.Queue[EventBatch | IndexSnapshot] = asyncio.Queue()
-        super().__init__(*given)  # type: ignore[arg-type]
+        super().__init__(*given, leads=leads)  # type: ignore[arg-type]
 
     def _heard(self, event: EventBatch | IndexSnapshot) -> bool:
         again = super()._heard(event)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from support.store import LAYOUT
+from support.store import LAYOUT, member
 from support.stores import Stores, block_keys, stores, until
 
+from moonpool.core.ids import Role
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
 
@@ -113,3 +115,29 @@ async def test_copies_by_heat_are_off_unless_asked_for(tmp_path: Path) -> None:
             await stub(s, "b").Clear(pb.store.KeysRequest())
         assert s.nodes["a"].numbers()["heat_blocks"] == 0
         assert await s.workers["c"].lookup(keys) == 0
+
+
+async def test_what_a_conductor_asks_that_leads_no_more_is_refused_and_an_operator_never(tmp_path: Path) -> None:
+    async with stores(tmp_path, "a", "b") as s:
+        keys = block_keys("k", 2)
+        await s.publish("a", keys)
+        asked = stub(s, "b")
+
+        def copy(term: int) -> Any:
+            request = pb.store.ReplicateRequest(keys=keys, node="a", deadline_ms=5_000, term=term)
+            to_wire(LAYOUT, request.layout)
+            return asked.Replicate(request)
+
+        s.roll.say(replace(member("conductor-1", Role.CONDUCTOR, "a"), term=4))
+        over = pb.store.WarmRequest(keys=keys, deadline_ms=5_000, term=3)
+        to_wire(LAYOUT, over.layout)
+        for call in (copy(3), asked.Warm(over), asked.Cool(pb.store.KeysRequest(keys=keys, term=3))):
+            with pytest.raises(grpc.aio.AioRpcError, match="term: 3 is over, 4 has begun"):
+                await call
+        assert await exists(s, "b", keys) == [False, False]
+        assert (await copy(4)).blocks == 2
+        assert (await copy(5)).blocks == 2
+        with pytest.raises(grpc.aio.AioRpcError, match="4 is over, 5 has begun"):
+            await copy(4)
+        assert (await copy(0)).blocks == 2
+        await s.require_idle()
