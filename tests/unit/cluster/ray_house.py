@@ -27,6 +27,8 @@ from moonpool.core.config import ClusterConfig, Config
 from moonpool.core.errors import MoonpoolError
 from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Member
+from moonpool.wire import pb
+from moonpool.wire.channels import dial
 
 NAMES = {MemberId("conductor-0"): NodeId("a"), MemberId("conductor-1"): NodeId("b")}
 
@@ -45,6 +47,8 @@ async def main(folder: Path) -> dict[str, Any]:
     first = await both(peers, {})
     os.kill(first[MemberId("conductor-0")].pid, signal.SIGKILL)
     second = await both(peers, {MemberId("conductor-0"): first[MemberId("conductor-0")].pid})
+    await restart(second[MemberId("conductor-1")])
+    third = await both(peers, {MemberId("conductor-1"): second[MemberId("conductor-1")].pid})
     actors = sorted(actor_names())
     await launcher.stop()
     deaths.close()
@@ -54,10 +58,16 @@ async def main(folder: Path) -> dict[str, Any]:
         "failures": failures,
         "actors": actors,
         "lives": {name: [first[name].incarnation, second[name].incarnation] for name in NAMES},
+        "asked": [member[MemberId("conductor-1")].incarnation for member in (second, third)],
         "left": [p.name() for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE],
         "recorded": list(state.recorded()),
         "scratch": [str(p) for p in (folder / "scratch",) if p.is_symlink()],
     }
+
+
+async def restart(member: Member) -> None:
+    async with dial(member.address) as channel:
+        await pb.admin_rpc.AdminStub(channel).Restart(pb.types.Empty(), timeout=10.0)
 
 
 async def both(peers: Membership, old: dict[MemberId, int]) -> dict[MemberId, Member]:

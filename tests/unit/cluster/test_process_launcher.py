@@ -98,6 +98,21 @@ async def test_a_killed_process_is_proved_gone_and_comes_back_as_a_newer_life(tm
     assert not h.state.recorded()
 
 
+async def test_one_asked_to_restart_leaves_in_order_and_comes_back_however_often(tmp_path: Path) -> None:
+    """More often than a process that dies is started again."""
+    async with house(tmp_path) as h:
+        former = await h.live_one()
+        for _ in range(3):
+            async with grpc.aio.insecure_channel(former.address) as channel:
+                await pb.admin_rpc.AdminStub(channel).Restart(pb.types.Empty())
+            later = await h.live_one(other_than=former.pid)
+            assert later.incarnation > former.incarnation
+            assert (former.pid, "gone", "left") in h.lives
+            former = later
+        assert h.failures.empty()
+        assert not any("exit code" in line for line in h.said)
+
+
 async def test_admin_and_health_answer_and_stop_ends_it_for_good(tmp_path: Path) -> None:
     async with house(tmp_path) as h:
         member = await h.live_one()

@@ -33,13 +33,14 @@ def run(folder: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_killed_actor_comes_back_under_its_name_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_killed_actor_and_one_asked_to_restart_come_back_under_their_names_and_nothing_is_left_behind(tmp_path: Path) -> None:
     found = run(tmp_path / "state")
     assert found["failures"] == []
     assert found["actors"] == ["rayhouse/conductor-0", "rayhouse/conductor-1"]
     killed, other = found["lives"]["conductor-0"], found["lives"]["conductor-1"]
     assert killed[1] > killed[0]
     assert other[1] == other[0]
+    assert found["asked"][1] > found["asked"][0], "it left in order, and was started anew under its name"
     assert (found["left"], found["recorded"], found["scratch"]) == ([], [], [])
 
 
