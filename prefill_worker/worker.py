@@ -34,6 +34,7 @@ from moonpool.core.handoff import Drained, PrefillEvent, PrefillJob
 from moonpool.core.ids import RequestId, Role
 from moonpool.core.lifetime import Instant, Lives
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, WorkerReport
+from moonpool.core.progress import Progress
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
 from moonpool.kvstore.link import StoreLink
@@ -71,7 +72,8 @@ class PrefillWorker:
         self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
         self._link = StoreLink(member, engine.layout, peers, config.timing)
         self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer, key=kv_key)
-        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, reuse=config.engine.reuse)
+        reuse, stuck_s = config.engine.reuse, config.timing.stuck_after_ms / 1e3
+        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, reuse=reuse, stuck_s=stuck_s)
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
         self._leaving = False
@@ -271,6 +273,9 @@ class PrefillWorker:
             "threads": threading.active_count(),
             **{f"{name}_count": value for name, value in (self._counts + self._runner.counts).items()},
         }
+
+    def progress(self, now: float) -> list[Progress]:
+        return [self._runner.watch.at(now)]
 
     def words(self) -> dict[str, str]:
         return {
