@@ -138,8 +138,10 @@ def encode_header(shape: Shape, nonce: bytes) -> bytes:
 
 def decode_header(raw: bytes) -> tuple[Shape, bytes]:
     """(shape, nonce). DigestMismatch where ``raw`` is no header: it was not what its place claims it to be."""
+    if len(raw) != HEADER_BYTES:
+        raise DigestMismatch(f"a value's header has {HEADER_BYTES} bytes, not {len(raw)}")
     magic, version, kind, dimensions, size, nonce, dtype = _HEADER.unpack_from(raw)
-    if magic != _MAGIC or version != _VERSION or dimensions > MAX_DIMENSIONS or len(raw) != HEADER_BYTES:
+    if magic != _MAGIC or version != _VERSION or dimensions > MAX_DIMENSIONS:
         raise DigestMismatch("a value's header is malformed")
     dims = struct.unpack_from(f"<{dimensions}Q", raw, _HEADER.size) if dimensions else ()
     try:
