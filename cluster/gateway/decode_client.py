@@ -1,8 +1,8 @@
 """The gateway's side of the token streams: one multiplexed stream to each life of each decode worker.
 
 A broken stream, or a worker that membership calls silent or gone, fails every attempt on it at once with PeerSilent;
-the next attempt placed there opens a new stream. An attempt's queue is bounded by its own ``max_tokens``: the worker
-sends at most one emission per output id.
+the next attempt placed there opens a new stream. An attempt's queue is bounded by its own ``max_tokens``, so that a client
+that reads slowly holds up nobody else: a worker sends one emission for each id, and one that sends more loses the stream.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecodeStream:
         key = (attempt.request.id, attempt.number)
         if self.broken is not None:
             raise self.broken
-        queue = self._attempts[key] = asyncio.Queue()
+        queue = self._attempts[key] = asyncio.Queue(attempt.request.sampling.max_tokens + 1)
         ended = False
         start = pb.decode.Start(
             attempt=to_wire(attempt, pb.types.Attempt()), placement=to_wire(placement, pb.types.Placement())
@@ -95,7 +95,10 @@ class DecodeStream:
         except MoonpoolError as e:
             failure = Failure(Reason.PEER_SILENT, f"{self.worker.id}: malformed emission: {e.message}", self.worker.id)
             emission = Emission(RequestId(message.request), message.attempt, message.position, error=failure)
-        queue.put_nowait(emission)
+        try:
+            queue.put_nowait(emission)
+        except asyncio.QueueFull:
+            self.fail(f"{self.worker.id}: sent more ids than a request may have")
 
     async def _write(self) -> None:
         try:
@@ -112,6 +115,8 @@ class DecodeStream:
         self.broken = PeerSilent(why, peer=self.worker.id)
         failure = Failure.of(self.broken)
         for (request, attempt), queue in self._attempts.items():
+            if queue.full():
+                queue.get_nowait()  # the failure matters more
             queue.put_nowait(Emission(RequestId(request), attempt, 0, error=failure))
         self._call.cancel()
 
