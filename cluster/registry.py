@@ -144,6 +144,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     async def Watch(self, request: pb.types.Empty, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.types.MemberChange]:
         queue = self.subscribe()
+        await context.send_initial_metadata(())  # says that somebody answers, also where nobody is known yet
         try:
             while (change := await queue.get()) is not None:
                 yield to_wire(change, pb.types.MemberChange())

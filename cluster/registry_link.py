@@ -28,7 +28,6 @@ OnFenced = Callable[[str, bool], None]  # why, and whether another process took 
 BACKOFF_S = (0.1, 2.0)
 STEADY_S = 5.0  # a session that lasted this long begins the back-off anew
 LEAD_S = 1.0  # to be answered whether this conductor leads
-UNKNOWN_AFTER_S = 5.0  # a registry that came back empty has heard everybody who lives by then
 
 
 class RegistryLink:
@@ -96,10 +95,13 @@ class RegistryLink:
     async def _watch(self) -> None:
         delays = _backoff()
         while True:
-            unheard = dict(self._live)
-            forget = asyncio.get_running_loop().call_later(UNKNOWN_AFTER_S, self._forget, unheard)
+            forget: asyncio.TimerHandle | None = None
             try:
-                async for message in self._stub.Watch(pb.types.Empty(), wait_for_ready=True):
+                watch = self._stub.Watch(pb.types.Empty(), wait_for_ready=True)
+                await watch.initial_metadata()  # while nobody answers the last known view stays, however long
+                unheard = dict(self._live)
+                forget = asyncio.get_running_loop().call_later(self._timing.registry_return_ms / 1000, self._forget, unheard)
+                async for message in watch:
                     delays = _backoff()
                     change = from_wire(message, MemberChange)
                     unheard.pop(change.member.id, None)
@@ -107,7 +109,8 @@ class RegistryLink:
             except grpc.aio.AioRpcError:
                 pass
             finally:
-                forget.cancel()
+                if forget:
+                    forget.cancel()
             await asyncio.sleep(next(delays))
 
     def _tell(self, change: MemberChange) -> None:

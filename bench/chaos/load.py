@@ -63,7 +63,7 @@ class Asked:
 
 
 class Load:
-    """``urls`` are the gateways', kept fresh by whoever owns the mapping; ``gateway_struck``: when each was last struck."""
+    """``urls`` are the gateways', kept fresh by whoever owns the mapping; ``gateway_struck``: until when each was struck."""
 
     def __init__(self, asked: Sequence[Conversation], urls: dict[str, str], log: RunLog, seed: int) -> None:
         self.conversations, self.urls, self._log, self._seed = asked, urls, log, seed

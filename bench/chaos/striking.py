@@ -9,6 +9,7 @@ its time at most.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ from moonpool.bench.chaos.tally import Struck
 
 PATIENCE_S = 60.0
 LOOK_S = 0.2
+CLOSEST_S = 1.0  # between two strikes that are both late
 
 
 class Striking:
@@ -46,6 +48,7 @@ class Striking:
                     self._log.write("left out", number=planned.number, kind=planned.kind.name, why="the time is over")
                     continue
                 await self._strike(planned)
+                await asyncio.sleep(CLOSEST_S)
             await self._until(lambda: not self._open, max(until_s - self._log.now(), 0.0) + PATIENCE_S)
         finally:
             for task in (watching, *self._holds):
@@ -73,6 +76,7 @@ class Striking:
         flying = sorted(self._load.in_flight)
         struck.hit = fault.strike(np.random.default_rng(planned.seed))
         struck.targets = fault.targets
+        self._gateways_struck(struck, until=math.inf)
         self._open[planned.number] = (struck, fault)
         self.struck.append(struck)
         self._log.write(
@@ -99,19 +103,22 @@ class Striking:
         self._log.write("healed", number=struck.number, kind=struck.kind)
 
     async def _watch(self) -> None:
-        """Closes strikes whose targets are back, and tells the load which gateways are being struck."""
+        """Closes strikes whose targets are back."""
         while True:
             for struck, fault in list(self._open.values()):
-                for gateway in set(GATEWAYS) & set(struck.targets):
-                    self._load.gateway_struck[gateway] = self._log.now()
                 wanted = tuple(t for t in struck.targets if t != REGISTRY) or MEMBERS
                 if struck.healed_s is None or await self._house.unready(wanted, without=fault.killed):
                     continue
                 struck.restored_s = self._log.now()
+                self._gateways_struck(struck, until=struck.restored_s)
                 self._log.write("restored", number=struck.number, kind=struck.kind)
                 del self._open[struck.number]
                 self._changed.set()
             await asyncio.sleep(LOOK_S)
+
+    def _gateways_struck(self, struck: Struck, *, until: float) -> None:
+        for gateway in set(GATEWAYS) & set(struck.targets):
+            self._load.gateway_struck[gateway] = until
 
     async def _sleep_until(self, at_s: float) -> None:
         await asyncio.sleep(max(0.0, at_s - self._log.now()))
