@@ -127,3 +127,18 @@ def test_nothing_of_ours_turns_bytes_into_code() -> None:
 )
 def test_ways_to_turn_bytes_into_code_are_seen(source: str) -> None:
     assert ways_to_run_code(source)
+
+
+MAKES_CHANNELS = re.compile(r"(insecure|secure)_channel\(|grpc\.(aio\.)?server\(|add_(in)?secure_port\(")
+MAY_MAKE_CHANNELS = {"wire/channels.py", "cluster/etcd/login.py"}  # the second: to etcd, which is none of ours
+
+
+def test_channels_servers_and_ports_are_made_where_they_are_protected() -> None:
+    found = set()
+    for path in tracked():
+        name = str(path.relative_to(ROOT))
+        if path.suffix == ".py" and not name.startswith(("tests/", "wire/generated/")):
+            if MAKES_CHANNELS.search(path.read_text(encoding="utf-8")):
+                found.add(name)
+    assert found <= MAY_MAKE_CHANNELS, "use moonpool.wire.channels.{dial,dial_blocking,server,bind}"
+    assert "wire/channels.py" in found
