@@ -27,10 +27,10 @@ def member(name: str, role: Role = Role.PREFILL, incarnation: int = 1) -> Member
 class Seen:
     """One process's membership, and what it was told in order."""
 
-    def __init__(self, registry: str) -> None:
+    def __init__(self, registry: str, timing: TimingConfig = TIMING) -> None:
         self.fenced: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self.told: list[tuple[str, int, str]] = []
-        self.peers = Membership(registry, TIMING, lambda why, replaced: self.fenced.set_result(replaced))
+        self.peers = Membership(registry, timing, lambda why, replaced: self.fenced.set_result(replaced))
         self.peers.subscribe(self._hear)
 
     def _hear(self, change: MemberChange) -> None:
@@ -188,3 +188,23 @@ async def test_a_process_that_joins_anew_in_another_role_ends_its_older_life_and
         assert not other.peers.live(Role.PREFILL)
         await asyncio.sleep(2 * TIMING.heartbeat_ms / 1e3)
         assert not one.fenced.done()
+
+
+async def test_while_the_registry_is_away_the_last_known_view_stays_and_who_does_not_come_back_is_silent_afterwards() -> None:
+    timing = TIMING.model_copy(update={"registry_return_ms": 300})
+    registry = Registry(timing)
+    address = await registry.start("127.0.0.1")
+    watcher, stays, dies = (Seen(address, timing) for _ in range(3))
+    await stays.peers.join(member("prefill-0"))
+    await dies.peers.join(member("prefill-1"))
+    await watcher.hears(("prefill-0", 1, "live"), ("prefill-1", 1, "live"))
+    await registry.close()
+    await dies.peers.leave()
+    await asyncio.sleep(4 * timing.registry_return_ms / 1000)
+    assert [m.id for m in watcher.peers.live(Role.PREFILL)] == ["prefill-0", "prefill-1"], "nobody has said otherwise"
+    again = Registry(timing)
+    await again.start("127.0.0.1", int(address.split(":")[1]))
+    await watcher.hears(("prefill-1", 1, "silent"))
+    await watcher.until(lambda: [m.id for m in watcher.peers.live(Role.PREFILL)] == ["prefill-0"])
+    await asyncio.gather(watcher.peers.leave(), stays.peers.leave())
+    await again.close()
