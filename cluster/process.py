@@ -28,6 +28,7 @@ from moonpool.core.membership import Liveness, Member, Service
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
 EXIT_FENCED = 75
+EXIT_STUCK = 77  # it stood still with work pending, and nobody else ended it
 EXIT_RESTART = 76  # it left in order, and whoever keeps it starts it anew
 CLOSE_S = 10.0  # an orderly end takes no longer than this
 COME_BACK_S = 20.0
@@ -160,7 +161,13 @@ class Process:
             phase=self._phase,
             service=lambda: self._made.service if self._made else None,
             numbers=self._numbers,
+            on_dead=self._dead,
         )
+
+    def _dead(self, why: str) -> None:
+        """Nothing in it helps any more: whoever keeps it starts it anew. In the probe's thread."""
+        self._log.error("stands still; ends itself", why=why)
+        self._die(EXIT_STUCK)
 
     def _phase(self) -> Phase:
         if self._closing or self._ended.done():

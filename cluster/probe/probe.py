@@ -61,8 +61,10 @@ class Probe:
         phase: Callable[[], Phase],
         service: Callable[[], object],
         numbers: Callable[[], Mapping[str, float]],
+        on_dead: Callable[[str], None],
     ) -> None:
-        self._stuck_s = stuck_s
+        """``on_dead`` (why) is called in the server's thread once the process was not alive for ``stuck_s`` on end."""
+        self._stuck_s, self._on_dead = stuck_s, on_dead
         self._member, self._phase, self._service, self._read = member, phase, service, numbers
         self._loop = asyncio.get_running_loop()
         self._exposition = Exposition()
@@ -71,7 +73,7 @@ class Probe:
         self._numbers_at = self._ticked
         self._asked: Future[None] | None = None
         self.errors = 0
-        self._server = ProbeServer(host, port, self._respond)
+        self._server = ProbeServer(host, port, self._respond, self._watch)
         self._ticking = asyncio.create_task(self._tick(), name="probe-tick")
 
     @property
@@ -125,6 +127,14 @@ class Probe:
             self._failed("numbers", e)
 
     # in the server's thread
+
+    async def _watch(self) -> None:
+        """Counts its own ticks: a process that was stopped as a whole, and goes on, has not stood still by itself."""
+        dead_s = 0.0
+        while dead_s < self._stuck_s:
+            await asyncio.sleep(TICK_S)
+            dead_s = 0.0 if live(self.facts()).good else dead_s + TICK_S
+        self._on_dead(live(self.facts()).words)
 
     async def _respond(self, path: str, accept: str) -> Answer:
         match path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from moonpool.core.errors import ConfigError
@@ -33,8 +33,9 @@ Respond = Callable[[str, str], Awaitable[Answer]]
 class ProbeServer:
     """Listens from its making until ``close``. ConfigError: the port is taken, or the host none of this machine's."""
 
-    def __init__(self, host: str, port: int, respond: Respond) -> None:
-        self._respond = respond
+    def __init__(self, host: str, port: int, respond: Respond, watch: Callable[[], Coroutine[None, None, None]]) -> None:
+        """``watch`` runs in the server's thread for as long as it lives."""
+        self._respond, self._watch = respond, watch
         self._open = 0
         self._socket = _listen(host, port)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
@@ -50,10 +51,12 @@ class ProbeServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(asyncio.start_server(self._serve, sock=self._socket, limit=MAX_REQUEST))
+        watching = self._loop.create_task(self._watch())
         try:
             self._loop.run_forever()
         finally:
             server.close()
+            watching.cancel()
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0))

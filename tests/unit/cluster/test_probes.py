@@ -73,6 +73,7 @@ class House:
     service: Service
     phase: Phase = Phase.SERVING
     role: Role = Role.DECODE
+    dead: list[str] = field(default_factory=list)
 
     async def open(self, stuck_s: float) -> None:
         self.probe = Probe(
@@ -83,6 +84,7 @@ class House:
             phase=lambda: self.phase,
             service=lambda: self.service,
             numbers=lambda: self.service.numbers(),
+            on_dead=self.dead.append,
         )
         self.client = httpx.AsyncClient(base_url=f"http://{self.probe.address}", timeout=10.0, trust_env=False)
 
@@ -141,6 +143,20 @@ async def test_a_loop_that_hangs_is_told_by_its_silence_and_metrics_stay_readabl
         assert "moonpool_decode_probe_live 0.0" in str(seen["metrics"])
         h.probe.refresh()
         assert await h.status("/live") == 200
+
+
+async def test_one_that_goes_on_standing_still_ends_itself_and_a_pause_does_not() -> None:
+    async with house(stuck_s=1.0) as h:
+        h.service.parts = [STUCK]
+        await asyncio.sleep(0.5)
+        h.service.parts = [SLOW]
+        await asyncio.sleep(1.0)
+        assert not h.dead
+        h.service.parts = [STUCK]
+        async with asyncio.timeout(20.0):
+            while not h.dead:  # noqa: ASYNC110  it is told in another thread
+                await asyncio.sleep(0.05)
+        assert h.dead == ["computing stands still for 61 s"]
 
 
 async def test_numbers_that_cannot_be_read_break_nothing_and_are_counted() -> None:
@@ -246,4 +262,5 @@ async def test_a_port_that_is_taken_is_named(name: str) -> None:
                 phase=lambda: Phase.STARTING,
                 service=lambda: None,
                 numbers=dict,
+                on_dead=lambda why: None,
             )
