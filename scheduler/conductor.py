@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from moonpool.core.errors import Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.hits import hit_quantum
@@ -19,21 +17,21 @@ from moonpool.core.hits import usable as usable_blocks
 from moonpool.core.ids import Incarnation, NodeId, Role
 from moonpool.core.membership import Liveness, MemberChange, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
-from moonpool.scheduler.actions import Action, Bound, Resync, SwitchRole
+from moonpool.scheduler.actions import Action, Resync, SwitchRole
 from moonpool.scheduler.admission.certain import Certain
 from moonpool.scheduler.admission.policy import Admission, Judging
-from moonpool.scheduler.board import Board, Bools, Usable
+from moonpool.scheduler.board import Board, Usable
 from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
 from moonpool.scheduler.choice import Considered, Option, choice_of, predict
 from moonpool.scheduler.costs import Held, Prompt, depths, segments
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead, Seeds
-from moonpool.scheduler.fair_queue import FairQueue
+from moonpool.scheduler.late_binding import FULL_RETRY_S, Desk, LateBinding
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
-from moonpool.scheduler.policy import OVERTAKEN, Asked, Choice, Policy, Waiting
+from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
 from moonpool.scheduler.prefill_queue import Rule
 from moonpool.scheduler.view import View
 
@@ -54,8 +52,6 @@ COUNTERS = (
     "ttft_above_prediction",
 )
 MAX_WAITING = 10_000
-MAX_PASSED = 16  # who are better off waiting for a busy worker, before a free one is left without work for now
-FULL_RETRY_S = 1.0
 STALE_S = 30.0  # what was learned in a slow minute would else refuse everybody for ever, and nothing be measured anew
 
 Event = MemberChange | EventBatch | IndexSnapshot | WorkerReport
@@ -86,8 +82,9 @@ class Conductor:
         self._view = View(booking_s, rule, seeds)
         self._log = DecisionLog(log_limit)
         self._overhead = Overhead()
-        self._queue = FairQueue(max_waiting, self.policy.wait_cap_s)
-        self._bound_at = 0.0
+        desk = Desk(lambda: self._view.board, self._ask, self._judge, self._place, self._refuse, self._open, self._act)
+        self._late = LateBinding(desk, self.policy, max_waiting)
+        self._queue = self._late.queue
         self._measured_at = float("-inf")
         self._more_at: float | None = None
         self._judging = self.admission if isinstance(self.admission, Judging) else None
@@ -118,7 +115,7 @@ class Conductor:
                 if isinstance(event, IndexSnapshot):
                     self._sweep(now)
                 return self.take_actions()
-        self._bind(now)
+        self._late.bind(now)
         return self.take_actions()
 
     def finished(self, done: Finished, now: float) -> list[Action]:
@@ -135,14 +132,14 @@ class Conductor:
                 decision.actual = done
                 self._view.courses.learn(decision.request, done)
                 self._learn(decision, done, first=decision is decisions[0])
-        self._bind(now)
+        self._late.bind(now)
         return self.take_actions()
 
     def due(self, now: float) -> list[Action]:
         """To be called at ``next_at``; earlier or more often does no harm."""
         self._view.expire(now)
         self._sweep(now)
-        self._bind(now)
+        self._late.bind(now)
         if self.planner is not None:
             self._out += self.planner.due(self._view.board, now)
         return self.take_actions()
@@ -154,14 +151,7 @@ class Conductor:
         """When a prefill worker is about to be free for somebody who waits, the planner wants to look, or more of a snapshot
         is to be taken in (at once); None: none of these."""
         looks_at = None if self.planner is None else self.planner.next_at()
-        times = [at for at in (looks_at, self._more_at) if at is not None]
-        board = self._view.board
-        looked_at = self._bound_at + self.policy.lookahead_s  # whoever was free by then was not wanted
-        rows = (board.split | board.both) & (board.busy_until > looked_at)
-        if len(self._queue) and rows.any():
-            times.append(float(board.busy_until[rows].min()) - self.policy.lookahead_s)
-        if len(self._queue) and (due := self._queue.next_due(self._bound_at)) is not None:
-            times.append(due)
+        times = [at for at in (looks_at, self._more_at, *self._late.due_at()) if at is not None]
         return min(times, default=None)
 
     def rebalance(self, now: float, *, patient: bool = True) -> Proposal | None:
@@ -208,9 +198,10 @@ class Conductor:
             refusal = Refusal(Reason.NO_PATH, f"policy {self.policy.name} found no worker for the request", FULL_RETRY_S)
             record.outcome = self._refused(refusal)
             return refusal
-        if self.policy.late and (choice.hold or not self._free(asked, choice.prefill)):
-            return self._wait(asked, choice, record)
-        return self._decide(asked, choice, record, admit=True)
+        if self._late.waits(asked, choice):
+            return self._late.join(asked, choice, record, self._asked)
+        option = predict(asked, choice)
+        return self._judge(asked, option, record) or self._booked(asked, choice, option, record)
 
     def consider(self, request: PlaceRequest, policy: Policy, now: float) -> Considered | None:
         """What ``policy`` would choose now, and what is to be expected of it. Nothing changes. None: it finds nobody."""
@@ -286,15 +277,20 @@ class Conductor:
                 return Held(own, node, usable_blocks(depth, quantum), names)
         return Held(own, node, 0)
 
-    def _decide(self, asked: Asked, choice: Choice, record: Decision, *, admit: bool) -> Placement | Refusal:
+    def _place(self, asked: Asked, choice: Choice, record: Decision) -> Placement:
         option = predict(asked, choice)
         self._note(asked, record, option)
-        if admit and (refused := self._admit(asked, option, record)) is not None:
-            record.outcome = self._refused(refused)
-            return refused
+        return self._booked(asked, choice, option, record)
+
+    def _booked(self, asked: Asked, choice: Choice, option: Option, record: Decision) -> Placement:
         record.outcome = placement = self._book(asked, option)
         self._out += self.policy.follow_up(asked, choice)
         return placement
+
+    def _judge(self, asked: Asked, option: Option, record: Decision) -> Refusal | None:
+        self._note(asked, record, option)
+        refused = self._admit(asked, option, record)
+        return None if refused is None else self._refuse(record, refused)
 
     def _admit(self, asked: Asked, option: Option, record: Decision) -> Refusal | None:
         """An idle cluster that measured nothing for a while lets in whom it would refuse, to measure again."""
@@ -362,92 +358,16 @@ class Conductor:
         self.links.end(request)
         self.links.end(_handed_over(request))
 
+    def _act(self, action: Action) -> None:
+        self._out.append(action)
+
+    def _refuse(self, record: Decision, refusal: Refusal) -> Refusal:
+        record.outcome = self._refused(refusal)
+        return refusal
+
     def _refused(self, refusal: Refusal) -> Refusal:
         self._view.counts[f"refusals_{refusal.reason.value}"] += 1
         return refusal
-
-    # -- late binding --------------------------------------------------------------------------------------------------
-
-    def _free(self, asked: Asked, row: int) -> bool:
-        return bool(asked.board.busy_until[row] <= asked.now + self.policy.lookahead_s)
-
-    def _anybody_free(self, now: float) -> bool:
-        """Or no pair of workers is left, and those who wait are to hear it."""
-        board = self._view.board
-        if board.everybody is None:
-            return True
-        return bool(((board.split | board.both) & (board.busy_until <= now + self.policy.lookahead_s)).any())
-
-    def _wait(self, asked: Asked, choice: Choice, record: Decision) -> Later | Refusal:
-        displaced = self._queue.displaced_by(asked.request) if self._queue.full else None
-        if self._queue.full and displaced is None:
-            record.outcome = refusal = self._refused(self._too_many())
-            return refusal
-        work = np.where(asked.usable.prefills, asked.scores.work, np.inf)
-        alone, target_ms = predict(asked, choice, 0.0), asked.request.targets.ttft_ms
-        waiting = Waiting(
-            asked.request,
-            asked.now,
-            self._asked,
-            float(work.min()),
-            alone.ttft.likely,
-            target_ms / 1e3 if target_ms is not None and alone.ttft.sure else None,
-        )
-        key = self.policy.key(waiting)
-        busy = np.maximum(asked.board.busy_until - asked.now, 0.0)
-        outlook = self._queue.outlook(waiting, key, busy[asked.usable.prefills], asked.now)
-        if outlook.pressed > OVERTAKEN:  # it may still go behind those that it would press
-            last = self._queue.outlook(waiting, float("inf"), busy[asked.usable.prefills], asked.now)
-            if last.pressed < outlook.pressed:
-                key, outlook = float("inf"), last
-        option = predict(asked, choice, max(float(busy[choice.prefill]), outlook.wait_s))
-        asked.delayed = outlook.delayed
-        self._note(asked, record, option)
-        if (refused := self._admit(asked, option, record)) is not None:
-            record.outcome = self._refused(refused)
-            return refused
-        if displaced is not None:
-            self._displace(displaced)
-        self._queue.add(waiting, key)
-        self._out += self.policy.ahead(asked, choice)
-        return Later(asked.request.request, asked.request.attempt, option.ttft.likely * 1e3 if option.ttft.sure else 0.0)
-
-    def _too_many(self) -> Refusal:
-        count = len(self._queue)
-        return Refusal(Reason.OVERLOADED, f"{count} requests wait for a prefill worker, scheduler.max_waiting", FULL_RETRY_S)
-
-    def _displace(self, waiting: Waiting) -> None:
-        """Its tenant fills more of the queue than its share, and another one needs the place."""
-        refusal = self._refused(self._too_many())
-        self._open(waiting).outcome = refusal
-        self._queue.remove(waiting.request.request)
-        self._out.append(Bound(waiting.request.request, waiting.request.attempt, refusal))
-
-    def _bind(self, now: float) -> None:
-        """Give prefill workers that are about to be free to those who wait, in order."""
-        self._bound_at = now
-        passed = 0  # those who had better wait on: they keep their places
-        while passed < MAX_PASSED and (waiting := self._queue.nth(passed, now)) is not None and self._anybody_free(now):
-            answer = self._bound(waiting, now)
-            if answer is None:
-                passed += 1
-                continue
-            self._queue.remove(waiting.request.request)
-            self._out.append(Bound(waiting.request.request, waiting.request.attempt, answer))
-
-    def _bound(self, waiting: Waiting, now: float) -> Placement | Refusal | None:
-        """None: the worker it had better run on is busy, or it is held back."""
-        asked = self._ask(waiting.request, now)
-        if isinstance(asked, Refusal):
-            self._open(waiting).outcome = self._refused(asked)
-            return asked
-        asked.waited_s = now - waiting.arrived
-        if pressing := self._queue.is_pressing(waiting, now):
-            asked.usable = _only(asked.usable, asked.board.busy_until <= now + self.policy.lookahead_s)
-        choice = self.policy.choose(asked) if asked.usable.prefills.any() else None
-        if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.prefill):
-            return None
-        return self._decide(asked, choice, self._open(waiting), admit=False)
 
     def _open(self, waiting: Waiting) -> Decision:
         """The record begun when ``waiting`` arrived; a new one where the log has forgotten it."""
@@ -494,10 +414,6 @@ class Conductor:
             "first_token_overhead_seconds": self._overhead.seconds,
             **{name: float(self._view.counts[name]) for name in COUNTERS},
         }
-
-
-def _only(rows: Usable, free: Bools) -> Usable:
-    return replace(rows, split=rows.split & free, both=rows.both & free, prefills=rows.prefills & free)
 
 
 def _considered(asked: Asked, choice: Choice) -> Considered:

@@ -408,7 +408,7 @@ def test_only_so_many_are_asked_about_in_vain_for_one_free_worker() -> None:
             return choose(what)
 
     policy = cluster.conductor.policy
-    cluster.conductor.policy = Counted()  # type: ignore[assignment]
+    cluster.conductor._late._policy = Counted()  # type: ignore[assignment]
     assert due(cluster) == []
     assert 0 < asked <= 16
 
