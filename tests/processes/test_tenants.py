@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 NODES = [{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]
 BLOCK, QUANTUM = 16, 64
 POOL_BYTES = 1 << 20
-TENANTS: dict[str, dict[str, object]] = {"one": {}, "two": {"pool_bytes": POOL_BYTES}, "eu-1": {"region": "eu"}, "eu-2": {"region": "eu"}}
+TENANTS: dict[str, dict[str, object]] = {
+    "one": {},
+    "two": {"pool_bytes": POOL_BYTES},
+    "eu-1": {"region": "eu"},
+    "eu-2": {"region": "eu"},
+}
 
 
 class Served:
@@ -35,7 +40,6 @@ class Served:
             answer = await complete(client, prompt, 4, headers=headers, **body)
         assert answer.status == 200, answer.body
         return answer
-
 
     async def hit(self, who: str, prompt: list[int], where: str) -> Answer:
         """The first answer that used cached blocks; from the pool they may come too late to be of use, once or twice."""
