@@ -23,7 +23,8 @@ LOOPBACK = "127.0.0.1"
 NOBODY = "02:00:00:00:00:fe"
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 PR_SET_PDEATHSIG = 1
-TOOLS = ("ip", "nsenter", "mount")
+TOOLS = ("ip", "nsenter", "unshare", "mount")
+TRIAL = "ip link add chaos type bridge && ip link add v1 type veth peer name v2"
 
 
 def why_not() -> str:
@@ -31,7 +32,10 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "needs root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    return f"needs {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"needs {', '.join(missing)}"
+    tried = subprocess.run(["unshare", "--net", "--mount", "sh", "-c", TRIAL], capture_output=True, text=True)
+    return f"not allowed here: {tried.stderr.strip()[:200]}" if tried.returncode else ""
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:

@@ -48,7 +48,8 @@ class Options:
 
 def possible(kinds: Sequence[Kind]) -> tuple[list[Kind], dict[str, str]]:
     """The kinds that this machine allows, and why it does not allow the others."""
-    lacking = {Need.NETWORK: network.why_not(), Need.DISK: network.why_not(), Need.COMPILER: clocks.why_not()}
+    namespaces = network.why_not()
+    lacking = {Need.NETWORK: namespaces, Need.DISK: namespaces, Need.COMPILER: clocks.why_not()}
     skipped = {kind.name: lacking[kind.need] for kind in kinds if kind.need and lacking[kind.need]}
     return [kind for kind in kinds if kind.name not in skipped], skipped
 
