@@ -11,6 +11,7 @@ import pytest
 from support.scripted_cluster import LAYOUT, Membership
 
 from moonpool.cluster.conductor import ConductorService
+from moonpool.cluster.leadership import Leads
 from moonpool.core.config import Config, TimingConfig
 from moonpool.core.events import BlockChange, BlockEvent, EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
@@ -64,9 +65,9 @@ class ScriptedStore(pb.store_rpc.StoreServicer):
 class Watched(ConductorService):
     """Tells when it has heard something of a store node."""
 
-    def __init__(self, config: Config, member: Member, peers: Membership) -> None:
+    def __init__(self, config: Config, member: Member, peers: Membership, *, leads: Leads | None = None) -> None:
         self.heard = asyncio.Event()
-        super().__init__(config, member, peers)
+        super().__init__(config, member, peers, leads=leads)
 
     def _heard(self, event: EventBatch | IndexSnapshot) -> bool:
         self.heard.set()
