@@ -16,7 +16,7 @@ from support.certificates import OVER, Certificates
 from moonpool.core.errors import ConfigError
 from moonpool.core.principal import IDENTITY, Party
 from moonpool.wire import pb
-from moonpool.wire.channels import bind, dial, dial_blocking, server
+from moonpool.wire.channels import MAX_MESSAGE_BYTES, bind, dial, dial_blocking, server
 from moonpool.wire.guard import require_own_name
 from moonpool.wire.identity import Identity
 from moonpool.wire.status import why_unreachable
@@ -284,3 +284,12 @@ def test_files_named_as_in_a_kubernetes_secret_are_read(tmp_path: Path) -> None:
     identity = Identity.read(folder)
     assert identity.says.principal.member == "gateway-0"
     assert "PRIVATE" not in repr(identity)
+
+
+async def test_messages_beyond_the_bound_are_refused_before_the_service_sees_them(tmp_path: Path, become: Become) -> None:
+    async with serving(None, become, Certificates(tmp_path)) as house:
+        async with dial(house.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as refused:
+                await channel.unary_unary("/moonpool.v1.Admin/Stats")(bytes(MAX_MESSAGE_BYTES + 1), timeout=30)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert house.served.calls == 0
