@@ -43,7 +43,7 @@ def run(
 
     if spec_file is not None:  # from a launcher: its words are read there, and its death ends this process
         spec = _read_spec(spec_file)
-        sys.exit(asyncio.run(run_role(spec, make, lambda line: print(line, flush=True), lifeline=sys.stdin.fileno())))
+        asyncio.run(run_role(spec, make, lambda line: print(line, flush=True), lifeline=sys.stdin.fileno()))
     config, _ = read_config(config_file, settings, {"cluster.registry": registry or None})
     for warning in require_unexposed(config):
         say(warning)

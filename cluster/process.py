@@ -72,7 +72,6 @@ class Process:
         self._switching: asyncio.Task[None] | None = None
         self._closing = False
         self._joined = False
-        self.cut_short = False  # it was told to end while it loaded: a thread of its may go on loading
         self._probe: Probe | None = None
         self._incarnations = Incarnations(spec.state_dir, spec.member)
         life = self._incarnations.next()
@@ -105,7 +104,6 @@ class Process:
             await self.close()
             return EXIT_BAD_START, _in_one_line(self.spec, error)
         code = await self._ended
-        self.cut_short = not starting.done()
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await self.close()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 from types import FrameType
+from typing import NoReturn
 
 from moonpool.cluster.process import Make, Process, Say
 from moonpool.cluster.spec import RoleSpec
 
 
-async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> int:
-    """One process's whole life; returns its exit code. Ends in order on SIGTERM, SIGINT, ``Admin.Stop``; a second signal
-    ends it at once.
+async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> NoReturn:
+    """One process's whole life, and its end with its exit code. It ends in order on SIGTERM, SIGINT or ``Admin.Stop``; a second
+    signal ends it at once.
 
     ``lifeline`` is a descriptor whose other end its launcher holds: the launcher's death is then a reason to stop, too.
     """
@@ -28,9 +30,12 @@ async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None
     code, why = await process.live()
     if why:
         print(f"{spec.member}: {why}", file=sys.stderr, flush=True)
-    if process.cut_short:  # everything is put away; only loading goes on, which nobody wants any more
-        os._exit(code)
-    return code
+    # Everything is put away. What an interpreter does at its end (threads that still load, modules taken apart) is for nobody,
+    # and takes seconds in which its launcher waits.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Signals:

@@ -124,4 +124,4 @@ def gone(change: MemberChange) -> bool:
 if __name__ == "__main__":
     read = RoleSpec.from_json(Path(sys.argv[1]).read_text())
     roles.kv_layout = lambda *_: LAYOUT
-    sys.exit(asyncio.run(run_role(read, roles.make, lambda line: print(line, flush=True), lifeline=0)))
+    asyncio.run(run_role(read, roles.make, lambda line: print(line, flush=True), lifeline=0))

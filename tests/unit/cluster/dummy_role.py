@@ -61,4 +61,4 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
 
 if __name__ == "__main__":
     read = RoleSpec.from_json(Path(sys.argv[1]).read_text())
-    sys.exit(asyncio.run(run_role(read, make, lambda line: print(line, flush=True), lifeline=0)))
+    asyncio.run(run_role(read, make, lambda line: print(line, flush=True), lifeline=0))
