@@ -46,7 +46,7 @@ async def test_blocks_come_back_over_restarts_and_moves_and_nothing_of_them_show
 async def test_moved_blocks_are_sealed_anew_in_their_new_place(tmp_path: Path) -> None:
     of = await tier(tmp_path, SMALL, OTHER, keys=KEYS)
     moved: dict[int, int] = {}
-    of.on_moved = moved.update  # type: ignore[method-assign]
+    of.on_moved = moved.update
     full = await put(of, SMALL, range(of.room(SMALL)))
     of.free([extent for n, extent in full.items() if n % 3])
     kept = {n: extent for n, extent in full.items() if not n % 3}

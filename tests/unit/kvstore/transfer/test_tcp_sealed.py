@@ -27,6 +27,7 @@ from moonpool.kvstore.transfer import tcp_streams, tcp_wire
 from moonpool.kvstore.transfer.carrier import Endpoint, Pieces
 from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
 from moonpool.kvstore.transfer.tcp_sender import TcpSender
+from moonpool.wire.frames import MAX_NOTICE_BYTES
 
 SIZE = 4 << 20
 KEY, OTHER = KvKey.of(bytes(range(32))), KvKey.of(bytes(32))
@@ -129,7 +130,7 @@ def test_members_push_bytes_that_nobody_between_them_can_read(scene: Scene) -> N
     source = pattern(SIZE)
     pieces = rows((0, 4096, 3000), (1 << 20, 2 << 20, 1 << 20), (5000, 3, 1))
     notice = b"which landing, and whose prompt" * 40_000  # larger than one record
-    notice = notice[: tcp_wire.MAX_NOTICE_BYTES]
+    notice = notice[:MAX_NOTICE_BYTES]
     with tapped(scene) as (tap, endpoint), sender() as one:
         one.push(endpoint, pieces, notice).result(20)
     want = np.zeros(SIZE, np.uint8)
