@@ -41,8 +41,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         "model__dtype": "float32",
         "engine__block_tokens": BLOCK,
         "store__pool_bytes": 64 << 20,
-        "timing__silent_after_ms": 2_000,
-        "timing__kill_after_ms": 2_000,
+        "timing__silent_after_ms": 3_000,
+        "timing__kill_after_ms": 3_000,
     }
     with running(LocalCluster(tmp_path_factory.mktemp("twins"), tiny_model, NODES, **settings)) as cluster:
         yield cluster
@@ -94,7 +94,7 @@ def check(oracle: Oracle, prompts: Sequence[list[int]], answers: Sequence[Answer
     for ids, answer in zip(prompts, answers, strict=True):
         assert answer.status == 200, answer.body
         assert len(answer.ids) == tokens
-        oracle.check(ids, answer.ids, f"prompt of {len(ids)}")
+        oracle.check_at_once(ids, answer.ids, f"prompt of {len(ids)}")
 
 
 def busiest(cluster: LocalCluster, names: Sequence[str], gauge: str) -> str:
@@ -106,7 +106,7 @@ def busiest(cluster: LocalCluster, names: Sequence[str], gauge: str) -> str:
 async def test_answers_of_a_lost_decode_worker_go_on_from_what_it_left_in_the_pool(
     twins: LocalCluster, tiny_oracle: Oracle, how: signal.Signals
 ) -> None:
-    tokens, prompts = 500, [prompt(n, seed=100 * how + n) for n in (15, 16, 17, 40, 47, 48, 49, 70)]
+    tokens, prompts = 400, [prompt(n, seed=100 * how + n) for n in (15, 16, 17, 40, 47, 48, 49, 70)]
     twins.until(lambda: whole_again(twins), "everybody is there", 120)
     async with under_way(twins, prompts, tokens) as answers:
         victim = busiest(twins, DECODES, "requests_running")
@@ -121,7 +121,7 @@ async def test_answers_of_a_lost_decode_worker_go_on_from_what_it_left_in_the_po
     resumed = lost["requests_running"]
     assert resumed > 0
     again = computed(twins) - before
-    assert again <= resumed * 4 * BLOCK, f"{again:.0f} tokens computed for {resumed:.0f} answers of 90 and more tokens"
+    assert again <= resumed * 4 * BLOCK, f"{again:.0f} tokens computed for {resumed:.0f} answers of 60 and more tokens"
     twins.until(lambda: whole_again(twins), f"{victim} is back", 120)
     twins.assert_idle(20)
 

@@ -58,6 +58,19 @@ class Oracle:
             self._known[key] = tuple(out[0, len(prompt) :].tolist())
         return self._known[key]
 
+    def check_at_once(self, prompt: Sequence[int], got: Sequence[int], what: str) -> None:
+        """As ``check``, in one pass over prompt and answer: every id is the best one after those before it, or tied with it."""
+        torch = self._torch
+        self.comparison.sequences += 1
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *got[:-1]]])).logits[0, len(prompt) - 1 :]
+        best = logits.max(dim=-1).values
+        behind = best - logits[torch.arange(len(got)), torch.tensor(got)]
+        wrong = [i for i, gap in enumerate(behind.tolist()) if gap > TIE]
+        assert not wrong, (
+            f"{what}: prompt of {len(prompt)}, output {wrong[0]} is {got[wrong[0]]}, {behind[wrong[0]]:.2e} behind"
+        )
+
     def check(self, prompt: Sequence[int], got: Sequence[int], what: str) -> None:
         """Raise unless ``got`` is the greedy continuation, or leaves it first at a tie (noted in ``comparison``)."""
         want = self.greedy(prompt, len(got))
