@@ -83,7 +83,7 @@ def _answer(engine: Engine, batch: Sequence[Conversation], turn: int) -> None:
         while going := [i for i in range(len(batch)) if i not in done and i not in at_tie]:
             logits = engine.forward([Row(tokens[i][start[i] :], start[i], tables[i], True) for i in going])
             for row, i in enumerate(going):
-                token = _drawn(logits[row], batch[i].turns[turn], tokens[i][: sizes[i]], tokens[i][sizes[i] :])
+                token = drawn(logits[row], batch[i].turns[turn], tokens[i][: sizes[i]], tokens[i][sizes[i] :])
                 if token is None:
                     at_tie.add(i)
                     continue
@@ -98,22 +98,22 @@ def _answer(engine: Engine, batch: Sequence[Conversation], turn: int) -> None:
         batch[i].answers.append(tuple(tokens[i][sizes[i] :]))
 
 
-def _drawn(logits: torch.Tensor, turn: Turn, prompt: Sequence[int], outputs: Sequence[int]) -> int | None:
-    """The id, or None where logits moved by ``TIE`` give another one."""
+def drawn(logits: torch.Tensor, turn: Turn, prompt: Sequence[int], outputs: Sequence[int]) -> int | None:
+    """The id, or None where ``logits`` [vocabulary] moved by ``TIE``, some up and others down, give another one."""
     import torch
 
     from moonpool.core.request import SamplingParams
     from moonpool.engine.sampler import SamplerState, sample
 
-    params = SamplingParams(turn.max_tokens, temperature=turn.temperature, seed=turn.seed, ignore_eos=True)
-    shake = TIE * (2.0 * torch.randint(0, 2, (2, *logits.shape), generator=torch.Generator().manual_seed(len(outputs))) - 1.0)
-    rows = torch.cat([logits[None], logits[None] + shake])
-    drawn = {s.token for s in sample(rows, [SamplerState(params, prompt, outputs)] * 3, frozenset())}
     if turn.temperature == 0:
-        best = logits.topk(2).values
-        if float(best[0] - best[1]) <= 2 * TIE:
-            return None
-    return drawn.pop() if len(drawn) == 1 else None
+        best = logits.topk(2)
+        return int(best.indices[0]) if float(best.values[0] - best.values[1]) > 2 * TIE else None
+    params = SamplingParams(turn.max_tokens, temperature=turn.temperature, seed=turn.seed, ignore_eos=True)
+    signs = torch.randint(0, 2, logits.shape, generator=torch.Generator().manual_seed(len(outputs)))
+    move = TIE * (2.0 * signs - 1.0)
+    rows = torch.stack([logits, logits + move, logits - move])
+    found = {s.token for s in sample(rows, [SamplerState(params, prompt, outputs)] * 3, frozenset())}
+    return found.pop() if len(found) == 1 else None
 
 
 def main() -> int:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import torch
 from support.workers import config_for, generate
 
 from moonpool.bench.chaos.catalogue import PREFIXES, Conversation, Sizes, Turn, conversations
-from moonpool.bench.chaos.oracle import answer_all
+from moonpool.bench.chaos.oracle import TIE, answer_all, drawn
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Request, SamplingParams
 from moonpool.engine.engine import load_engine
+from moonpool.engine.sampler import uniform
 
 SIZES = Sizes(prefix=(16, 40), words=(1, 20), answer=(1, 12), context=256)
 
@@ -50,3 +53,17 @@ def test_the_oracle_says_what_single_engine_calls_say(tiny_model: Path) -> None:
         request = Request(RequestId("r"), c.prompt(turn), params, bytes(16), ())
         assert tuple(generate(engine, request)) == c.answers[turn]
     engine.close()
+
+
+def test_the_oracle_says_nothing_where_two_ids_are_as_good() -> None:
+    greedy, sampled = (Turn((1,), 1, temperature, 3, False) for temperature in (0.0, 1.0))
+    logits = torch.tensor([0.0, 2.0, 2.0 - 3 * TIE])
+    assert drawn(logits, greedy, (1,), ()) == 1
+    logits[2] = 2.0 - TIE
+    assert drawn(logits, greedy, (1,), ()) is None
+    clear = torch.tensor([0.0, 20.0, 0.0])
+    assert drawn(clear, sampled, (1,), ()) == 1
+    share = uniform(sampled.seed, 0)
+    edge = torch.zeros(1_000)  # the drawn number is where the first id's share ends
+    edge[0] = math.log(999 * share / (1 - share))
+    assert drawn(edge, sampled, (1,), ()) is None
