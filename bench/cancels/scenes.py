@@ -1,4 +1,4 @@
-"""How each window of a request's life is made wide enough to be hit at random: what clients do, and who pauses. Pure.
+"""How each window of a request's life is made wide enough to be hit at random: what clients do, and who pauses.
 
 A pause is a SIGSTOP of one of our own processes, always shorter than ``timing.silent_after_ms`` of the cluster: a slow
 process, not a dead one. Where a cancellation really struck is found out afterwards, not by the scene's name.

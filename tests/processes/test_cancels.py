@@ -11,4 +11,4 @@ def test_random_cancels_in_every_window_leave_nothing_behind() -> None:
     assert not found["faults"], found
     assert found["cancels"] >= 160 and all(found["windows"][name] >= 8 for name in NAMES)
     assert found["clients_kept_answered"] > 0
-    assert found["burst_answered"] + found["burst_refused"] == 300 and found["giant_answered"] == 1
+    assert found["burst_answered"] + found["burst_refused"] == 300 and found["giant_s"] > 0
