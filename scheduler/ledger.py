@@ -73,6 +73,11 @@ class TenantLedger:
             self._offers = offers
             self._dominant = {name: self._dominance(used) for name, used in self._used.items()}
 
+    def weigh(self, tenant: str, weight: float) -> None:
+        """``weight`` counts from now on; what is not above 0 is 1: somebody of an older version said nothing."""
+        if weight > 0.0 and weight != self._weights.get(tenant, 1.0):
+            self._weights[tenant] = weight
+
     def charge(self, tenant: str, cost: Cost, now: float) -> None:
         """A negative cost gives back what was charged too much; nobody's use falls below 0."""
         if now - self._base > REBASE * self._half_life_s:

@@ -94,6 +94,7 @@ class MoonpoolAdmission:
         if asked.board is not self._board:  # workers came or went
             self._board = asked.board
             self.ledger.offer(_offers(asked))
+        self.ledger.weigh(asked.request.tenant, asked.request.weight)
         withheld = self._headroom.of(asked.request, asked.now)
         refused = self._bounds.refuse(asked, option, withheld)
         if refused is not None:

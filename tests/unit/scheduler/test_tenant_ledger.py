@@ -149,3 +149,16 @@ def test_a_half_life_that_is_none_is_named(half_life_s: float) -> None:
 def test_a_weight_that_is_none_is_named(weight: float) -> None:
     with pytest.raises(InvalidRequest, match="'a'"):
         TenantLedger(weights={"a": weight})
+
+
+def test_a_weight_told_later_counts_from_then_on() -> None:
+    ledger = TenantLedger(OFFERS)
+    for tenant in ("a", "b"):
+        ledger.charge(tenant, Cost(1.0), 0.0)
+    assert ledger.fair_share("a") == pytest.approx(0.5)
+    ledger.weigh("a", 3.0)
+    assert ledger.fair_share("a") == pytest.approx(0.75)
+    ledger.weigh("a", 0.0)
+    assert ledger.fair_share("a") == pytest.approx(0.75)
+    ledger.weigh("a", 1.0)
+    assert ledger.fair_share("a") == pytest.approx(0.5)
