@@ -178,7 +178,7 @@ async def test_a_conductor_that_drains_sends_on_who_waits_and_who_comes() -> Non
             await b.ask("comes")
         await draining
         assert ended.value.code() is refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert b.number("waiting") == 0
+        await b.until("waiting", 0)
 
 
 async def test_waiting_requests_hear_when_the_last_worker_is_lost() -> None:
