@@ -21,9 +21,10 @@ log = structlog.get_logger(__name__)
 
 def caller_of(context: Any) -> Principal | None:
     """Who calls, by its certificate; None: without TLS nobody knows. ConfigError: the certificate names nobody of ours."""
-    uris = context.auth_context().get(URI)
-    if context.auth_context().get("transport_security_type") != [b"ssl"]:
+    shown = context.auth_context()
+    if shown.get("transport_security_type") != [b"ssl"]:
         return None
+    uris = shown.get(URI)
     return Principal.parse(uris[0].decode(errors="replace") if uris else "")
 
 
