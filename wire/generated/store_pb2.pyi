@@ -119,6 +119,8 @@ class StoreMessage(message.Message):
 
 @typing.final
 class LandingFailed(message.Message):
+    """Nothing more will come into this landing. A reader that never heard of it ends it: nobody else would."""
+
     DESCRIPTOR: descriptor.Descriptor
 
     LANDING_FIELD_NUMBER: builtins.int
@@ -129,7 +131,9 @@ class LandingFailed(message.Message):
     request: builtins.str
     attempt: builtins.int
     @builtins.property
-    def error(self) -> types_pb2.Error: ...
+    def error(self) -> types_pb2.Error:
+        """none: because all is in"""
+
     def __init__(
         self,
         *,
