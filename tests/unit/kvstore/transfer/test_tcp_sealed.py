@@ -21,8 +21,9 @@ from moonpool.core.errors import MoonpoolError, PeerSilent, TransferFailed
 from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.landing import Region
 from moonpool.kvstore.claims import Life
+from moonpool.kvstore.sealing.handshake import OFFER
 from moonpool.kvstore.sealing.keys import KvKey
-from moonpool.kvstore.sealing.stream import Stream
+from moonpool.kvstore.sealing.stream import TAG_BYTES, Stream
 from moonpool.kvstore.transfer import tcp_streams, tcp_wire
 from moonpool.kvstore.transfer.carrier import Endpoint, Pieces
 from moonpool.kvstore.transfer.tcp_receiver import TcpReceiver
@@ -148,7 +149,9 @@ def test_a_bit_changed_anywhere_on_the_wire_ends_the_connection_and_no_notice_co
     one_scene = Scene(hello_s=1.0)
     try:
         length = 3000
-        at = data.draw(st.integers(46, 46 + 52 + 16 + 9 + 16 + 28 + 16 + 24 + 16 + length + 16 + 5 + 16 - 1), "byte")
+        fixed = (tcp_wire.HELLO.size, len("prefill-0"), tcp_wire.HEADER.size, 3 * tcp_wire.PIECE.itemsize)
+        sealed = sum(size + TAG_BYTES for size in (*fixed, length, len(b"hello")))
+        at = data.draw(st.integers(OFFER.size, OFFER.size + sealed - 1), "byte")
         with tapped(one_scene, [(at, 1 << data.draw(st.integers(0, 7), "bit"))]) as (_, endpoint), sender(stall_s=1) as one:
             with pytest.raises((TransferFailed, PeerSilent)):
                 one.push(endpoint, rows((0, 8192, length)), b"hello").result(20)
