@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.gateway.tenants.file import pool_quotas
+from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout
 from moonpool.cluster.process import Made, Say

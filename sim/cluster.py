@@ -206,7 +206,6 @@ def read_cluster(name: str | Path, overrides: Mapping[str, str] = MappingProxyTy
         raise ConfigError(f"cluster: {name} is not TOML: {e}", param="cluster") from e
 
 
-
 def _put(values: dict[str, Any], key: str, value: str) -> None:
     *path, last = key.split(".")
     for part in path:

@@ -45,7 +45,7 @@ class Worker:
 
     async def drain(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while self.live and time.monotonic() < end:
+        while self.live and time.monotonic() < end:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
     async def close(self) -> None:
