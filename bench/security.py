@@ -56,6 +56,8 @@ class SecurityOptions:
     def check(self) -> None:
         if self.rounds < 1 or self.cluster_rounds < 0 or self.samples < 1 or self.seconds <= 0:
             raise ConfigError("rounds, samples and seconds: 1 or more are needed", param="rounds")
+        if self.path and not Path(self.path).is_dir():
+            raise ConfigError(f"--path: {self.path} is no folder; name one on the disk to measure", param="--path")
 
 
 Say = Callable[[str], None]

@@ -8,6 +8,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import typer
@@ -89,6 +90,7 @@ def _open(request: urllib.request.Request) -> Any:
             text = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             pass
-        raise InvalidRequest(f"HTTP {e.code}: {text}") from e
+        hint = " (the key that is sent is MOONPOOL_API_KEY)" if e.code == HTTPStatus.UNAUTHORIZED else ""
+        raise InvalidRequest(f"HTTP {e.code}: {text}{hint}") from e
     except OSError as e:
         raise NoPath(f"--url: {request.full_url} does not answer ({e}); is the cluster up?", retry_after_s=1.0) from e

@@ -7,7 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +62,7 @@ def _findings(config: Config) -> Iterator[Finding]:
     yield _model(config)
     yield _port(config)
     yield from _security(config)
+    yield from files_named(config)
     if config.cluster.registry:
         yield check_registry(config)
     yield _state(config)
@@ -162,6 +163,32 @@ def _security(config: Config) -> Iterator[Finding]:
             yield Finding("warn", f"{one.says.principal.uri} expires in {left_s / 86_400:.1f} days", "moonpool certs renew")
         else:
             yield Finding("ok", f"{one.says.principal.uri} until {one.says.ends:%Y-%m-%d %H:%M} UTC")
+
+
+def files_named(config: Config) -> Iterator[Finding]:
+    """What a start would read: the HTTPS certificate, API keys, the key of KV where it is made already."""
+    from moonpool.cluster.gateway.tenants.file import read_book
+    from moonpool.cluster.identity.https import server_context
+    from moonpool.core.errors import ConfigError
+    from moonpool.kvstore.sealing.keys import kv_keys
+
+    security, home = config.security, Path.home()
+    looks: list[tuple[str, Callable[[], object]]] = []
+    if security.https_cert:
+        cert, key = Path(security.https_cert), Path(security.https_key)
+        looks.append((f"HTTPS certificate {cert}", lambda: server_context(cert, key)))
+    if security.api_keys_file:
+        looks.append((f"API keys in {security.api_keys_file}", lambda: read_book(Path(security.api_keys_file))))
+    if security.kv_encryption != "off" and config.kv_key_file(home).exists():
+        looks.append((f"KV key {config.kv_key_file(home)}", lambda: kv_keys(config, home)))
+    for what, look in looks:
+        try:
+            look()
+        except ConfigError as e:
+            told, _, fix = e.message.rpartition("; ")
+            yield Finding("fail", told or e.message, fix if told else f"mend or replace {what}")
+        else:
+            yield Finding("ok", what)
 
 
 def check_registry(config: Config) -> Finding:

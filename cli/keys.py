@@ -19,6 +19,8 @@ Requests = Annotated[int | None, typer.Option("--requests", min=0, help="Request
 Tokens = Annotated[int | None, typer.Option("--tokens", min=0, help="Prompt and output tokens per minute; 0: no limit.")]
 Concurrent = Annotated[int | None, typer.Option("--concurrent", min=0, help="Requests in flight; 0: no limit.")]
 
+MOST_DAYS = 36_500
+
 keys = typer.Typer(help="API keys and tenants of the gateways.", no_args_is_help=True)
 
 
@@ -38,11 +40,14 @@ def add(
 ) -> None:
     """Make a key and print it: this once, since only a hash of it is kept."""
     from moonpool.cluster.gateway.tenants.file import edit_book, mint
+    from moonpool.core.errors import ConfigError
 
     given = {"requests_per_minute": requests, "tokens_per_minute": tokens, "concurrent": concurrent}
     values: dict[str, Any] = {"name": name, "tenant": tenant, "roles": roles or ["user"], "priority": priority}
     values |= {field: value for field, value in given.items() if value is not None}
     if days is not None:
+        if not 0.0 < days <= MOST_DAYS:
+            raise ConfigError(f"--days: {days:g} is out of range; use more than 0, up to {MOST_DAYS}", param="--days")
         values["expires"] = (datetime.now(UTC) + timedelta(days=days)).replace(microsecond=0)
     secrets, token = mint()
 
@@ -60,7 +65,7 @@ def tenant(
     name: Annotated[str, typer.Argument(help="The tenant.", show_default=False)],
     weight: Annotated[float | None, typer.Option("--weight", help="Its share where tenants compete; default 1.")] = None,
     region: Annotated[str | None, typer.Option("--region", help="Tenants of one region share cached KV; '': none.")] = None,
-    pool_bytes: Annotated[int | None, typer.Option("--pool-bytes", min=0, help="Of each store node; 0: no limit.")] = None,
+    pool_bytes: Annotated[str | None, typer.Option("--pool-bytes", help="Of each store node, as 1GiB; 0: no limit.")] = None,
     requests: Requests = None,
     tokens: Tokens = None,
     concurrent: Concurrent = None,
@@ -69,12 +74,13 @@ def tenant(
     settings: Settings = None,
 ) -> None:
     """Set what all keys of a tenant share; what is not given stays."""
+    from moonpool.cluster.configure import read_size
     from moonpool.cluster.gateway.tenants.file import edit_book
 
     given = {
         "weight": weight,
         "region": region,
-        "pool_bytes": pool_bytes,
+        "pool_bytes": None if pool_bytes is None else read_size(pool_bytes, "--pool-bytes"),
         "requests_per_minute": requests,
         "tokens_per_minute": tokens,
         "concurrent": concurrent,

@@ -30,7 +30,7 @@ def restart(
     member: Annotated[str, typer.Option("--member", metavar="ID", help="Only this process.", show_default=False)] = "",
     rolling: Annotated[bool, typer.Option("--rolling", help="One at a time; needed where there is more than one.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also where nobody serves meanwhile.")] = False,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds for one process to be back.")] = 180.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for one process to be back.")] = 180.0,
     as_json: AsJson = False,
 ) -> None:
     """Restart processes of a running cluster without losing a request.

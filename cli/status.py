@@ -70,7 +70,8 @@ def _print(answers: list[Answer]) -> None:
             f" pid {member.pid:<8} {member.address:<22} life {member.incarnation}"
         )
         own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
-        words = [f"{k}={v}" for k, v in sorted(answer.words.items()) if len(v) <= LONGEST_WORD]
+        told = {**answer.words, **{k: v for k, v in member.details.items() if k == "probe"}}
+        words = [f"{k}={v}" for k, v in sorted(told.items()) if len(v) <= LONGEST_WORD]
         notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
         if notes:
             print(fill(notes, width=get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "))

@@ -189,7 +189,8 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         except NoPath as e:
             await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         finally:
-            if self._late.close(asked.request, coming) and (coming.cancelled() or not coming.done()):
+            newest = self._late.close(asked.request, coming)
+            if newest and (coming.cancelled() or not coming.done() or coming.exception() is not None):
                 self.conductor.withdraw(asked.request, self._clock())
         await self._answer(asked, bound, context)
 

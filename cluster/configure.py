@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from moonpool.cluster.etcd.address import registry_of
-from moonpool.core.config import Config, NodeConfig, SchedulerConfig
+from moonpool.core.config import Config, NodeConfig, SchedulerConfig, SecurityConfig
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
 from moonpool.core.parsing import read_json, read_toml
@@ -212,6 +212,10 @@ def _check_together(config: Config) -> None:
             )
         seen.add(node.name)
     registry_of(config)
+    _check_security(config.security)
+    for tenant, size in config.store.quotas.items():
+        if size < 0:
+            raise ConfigError(f"store.quotas: {size} bytes for {tenant!r} is below 0; {_WRITE_SIZE}", param="store.quotas")
     if DEFAULT_TENANT in config.store.quotas:
         raise ConfigError(
             f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"
@@ -232,6 +236,16 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp",
             param="transfer.ucx_tls",
+        )
+
+
+def _check_security(security: SecurityConfig) -> None:
+    if bool(security.https_cert) != bool(security.https_key):
+        missing = "security.https_key" if security.https_cert else "security.https_cert"
+        raise ConfigError(f"{missing}: missing; HTTPS needs a certificate and its key", param=missing)
+    if security.tls == "files" and not security.tls_dir:
+        raise ConfigError(
+            "security.tls_dir: missing; with tls = files name the folder of `moonpool certs make`", param="security.tls_dir"
         )
 
 

@@ -40,7 +40,7 @@ async def live_members(registry: str) -> list[Member]:
 async def restart(registry: str, member: Member, limit_s: float, say: Callable[[str], None], trust: str = "") -> Restarted:
     """Returns once its new life serves. NoPath where it does not within ``limit_s``, InvalidRequest where it is too old.
 
-    ``trust``: PEM file of who signed the gateways' HTTPS certificates, where that is not for the system to say.
+    ``trust``: PEM file of the gateways' own HTTPS certificate, or of who signed it, where that is not for the system to say.
     """
     began, left_s, stage = time.monotonic(), 0.0, ""
     await _ask(member)
@@ -90,10 +90,11 @@ async def _serves(registry: str, member: Member, trust: str) -> bool:
 
 
 def _answers(url: str, trust: str) -> bool:
-    import ssl
     import urllib.request
 
-    context = ssl.create_default_context(cafile=trust or None) if url.startswith("https") else None
+    from moonpool.cluster.identity.https import trusting
+
+    context = trusting(trust, names=False) if trust and url.startswith("https") else None
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=2.0, context=context) as answer:
             return bool(answer.status == 200)

@@ -135,7 +135,7 @@ class Intake:
     def _budget_ms(self, headers: Mapping[str, str]) -> int:
         """A client may give its request less time than everybody has, never more."""
         most = self._config.timing.request_budget_ms
-        wanted = _target(headers, DEADLINE_HEADER, 0.0)
+        wanted = _target(headers, DEADLINE_HEADER, 0.0, "timing.request_budget_ms")
         return most if wanted is None else min(most, max(1, round(wanted)))
 
     def _run(self, request: Request, body: SamplingBody, lifetime: Lifetime, budget_ms: int) -> Run:
@@ -159,7 +159,7 @@ class Intake:
         return Run(ledger, choice, lifetime, Attempts(ledger, lifetime, conductors, self._streams, on_ended=judge))
 
 
-def _target(headers: Mapping[str, str], name: str, default: float) -> float | None:
+def _target(headers: Mapping[str, str], name: str, default: float, zero: str = "no target") -> float | None:
     """Milliseconds from a header, else from the configuration; 0 means none."""
     raw = headers.get(name)
     try:
@@ -167,7 +167,7 @@ def _target(headers: Mapping[str, str], name: str, default: float) -> float | No
     except ValueError:
         value = math.nan
     if not (0 <= value < math.inf):
-        raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for no target", param=name)
+        raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for {zero}", param=name)
     return value or None
 
 

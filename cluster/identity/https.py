@@ -22,7 +22,7 @@ class Https:
     def __init__(self, security: SecurityConfig) -> None:
         self._cert, self._key = Path(security.https_cert), Path(security.https_key)
         self._seen = self._version()
-        self.context = self._fresh()
+        self.context = server_context(self._cert, self._key)
         self._looking = asyncio.create_task(self._look(), name="https-files")
 
     async def close(self) -> None:
@@ -34,7 +34,7 @@ class Https:
         if (found := self._version()) == self._seen:
             return
         try:
-            self._fresh()  # whatever is wrong with them is found in another context
+            server_context(self._cert, self._key)  # whatever is wrong with them is found in another context
             self.context.load_cert_chain(self._cert, self._key)
         except (ConfigError, OSError) as e:
             log.error("https_files_unusable", why=str(e))
@@ -47,28 +47,30 @@ class Https:
             await asyncio.sleep(LOOK_S)
             self.look()
 
-    def _fresh(self) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            _require_key(self._key)
-            context.load_cert_chain(self._cert, self._key)
-        except (OSError, ssl.SSLError) as e:
-            why = e.reason if isinstance(e, ssl.SSLError) else e.strerror
-            raise ConfigError(
-                f"security.https_cert: cannot use {self._cert} with {self._key}: {why}; give a certificate chain and its key "
-                "as PEM files without a password",
-                param="security.https_cert",
-            ) from e
-        return context
-
     def _version(self) -> list[tuple[int, int]]:
         try:
             return [(path.stat().st_mtime_ns, path.stat().st_ino) for path in (self._cert, self._key)]
         except OSError:
             return []
+
+
+def server_context(cert: Path, key: Path) -> ssl.SSLContext:
+    """ConfigError: they cannot be read, are open to others, or do not go together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        _require_key(key)
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as e:
+        why = (e.reason if isinstance(e, ssl.SSLError) else e.strerror) or "there is no certificate in it"
+        raise ConfigError(
+            f"security.https_cert: cannot use {cert} with {key}: {why}; give a certificate chain and its key "
+            "as PEM files without a password",
+            param="security.https_cert",
+        ) from e
+    return context
 
 
 def https_of(security: SecurityConfig) -> Https | None:
@@ -98,4 +100,5 @@ def _require_key(key: Path) -> None:
     try:
         require_private(key)
     except ConfigError as e:
-        raise ConfigError(e.message.replace("security.tls", "security.https_key", 1), param="security.https_key") from e
+        told = e.message.replace("security.tls", "security.https_key", 1).replace("certs make`", "certs make --https HOST`")
+        raise ConfigError(told.replace("another folder", "another file"), param="security.https_key") from e

@@ -8,8 +8,10 @@ from pathlib import Path
 from moonpool.cluster.leaving import budget_s
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, NodeId, Role
 
+LAST_PORT = 65_535
 SPARE = 0.1  # of the memory file system: left to others
 
 # A stage starts once every process of the one before has joined: workers need their host's store node.
@@ -44,7 +46,11 @@ def patience_s(config: Config) -> float:
 
 
 def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:
-    """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0."""
+    """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0.
+
+    ConfigError where the ports that were chosen are too few.
+    """
+    _require_ports(config)
     counts: dict[Role, int] = {}
     stages: list[list[RoleSpec]] = []
     for roles in STAGES:
@@ -69,6 +75,20 @@ def with_shared_pool(config: Config, *, memory: int, space: int) -> Config:
         return config
     share = min(memory // 2, int(space * (1 - SPARE))) // nodes
     return config.model_copy(update={"store": config.store.model_copy(update={"pool_bytes": share})})
+
+
+def _require_ports(config: Config) -> None:
+    nodes = config.cluster.nodes
+    gateways = sum(node.gateway for node in nodes)
+    processes = len(nodes) + gateways + sum(node.prefill + node.decode + node.both + node.conductor for node in nodes)
+    ports = (("cluster.probe_port", config.cluster.probe_port, processes), ("gateway.port", config.gateway.port, gateways))
+    for key, first, count in ports:
+        if first and first + count - 1 > LAST_PORT:
+            raise ConfigError(
+                f"{key}: {first} and above are fewer ports than the {count} that are needed; use at most "
+                f"{LAST_PORT + 1 - count}, or 0 for any free ones",
+                param=key,
+            )
 
 
 def _own_port(config: Config, number: int) -> Config:

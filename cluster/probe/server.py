@@ -110,7 +110,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as e:
         listener.close()
         raise ConfigError(
-            f"cluster.probe_port: cannot listen on {host}:{port} ({e.strerror}); choose another, or 0 for any free one",
+            f"cluster.probe_port: cannot listen on {host}:{port} ({e.strerror}); choose another, or 0 for any free one, "
+            "and as cluster.probe_host an address of this machine",
             param="cluster.probe_port",
         ) from e
     listener.setblocking(False)

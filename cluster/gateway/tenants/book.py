@@ -27,6 +27,8 @@ SECRET_BYTES = 32
 SALT_BYTES = 16
 MAX_KEYS = 10_000
 MAX_TOKEN_CHARS = 128
+_NAMED = ("name", "tenant", "region", "[key]")
+_NAME_RULE = "must be up to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Name = Annotated[str, Field(pattern=_NAME)]
@@ -157,7 +159,9 @@ def checked(values: dict[str, Any], where: str) -> Book:
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False, include_context=False)[0]
         entry = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{FIELD}: {where}: {entry}: {first['msg']}", param=FIELD) from None
+        told = _NAME_RULE if first["type"] == "string_pattern_mismatch" and first["loc"][-1] in _NAMED else first["msg"]
+        told = told.removeprefix("Value error, ").replace("Input should be", "must be")
+        raise ConfigError(f"{FIELD}: {where}: {entry}: {told}", param=FIELD) from None
 
 
 def to_toml(book: Book) -> str:

@@ -40,7 +40,7 @@ class Ticket:
         """Take ``tokens`` in place of what was taken before. RateLimited where there are not so many."""
         now, more = self._clock(), tokens - self._reserved
         for whose, meter, rates in self._metered:
-            if more > 0 and (short := meter.short_of_tokens(more, rates, now)) is not None:
+            if more > 0 and (short := meter.short_of_tokens(tokens, rates, now, held=self._reserved)) is not None:
                 raise _limited(whose, short)
         self._take(more)
 

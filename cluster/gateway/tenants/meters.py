@@ -47,9 +47,9 @@ class Bucket:
             self._refill(limit, now)
             self._taken = max(0.0, self._taken + amount)
 
-    def wait_s(self, amount: float, limit: float, now: float) -> float:
-        """Until ``amount`` can be taken; of more than a whole minute's worth, until the bucket is full."""
-        lacking = min(amount, limit) - self.left(limit, now)
+    def wait_s(self, amount: float, limit: float, now: float, held: float = 0.0) -> float:
+        """Until ``amount``, of which ``held`` is taken already, can be; of more than a minute's worth, until all is there."""
+        lacking = min(amount, limit) - self.left(limit, now) - held
         return max(0.0, lacking) / limit * MINUTE_S
 
     def full_in_s(self, limit: float, now: float) -> float:
@@ -76,8 +76,8 @@ class Meter:
             return Short("requests per minute", rates.requests, wait_s)
         return self.short_of_tokens(1.0, rates, now)
 
-    def short_of_tokens(self, amount: float, rates: Rates, now: float) -> Short | None:
-        if rates.tokens and (wait_s := self.tokens.wait_s(amount, rates.tokens, now)) > 0.0:
+    def short_of_tokens(self, amount: float, rates: Rates, now: float, held: float = 0.0) -> Short | None:
+        if rates.tokens and (wait_s := self.tokens.wait_s(amount, rates.tokens, now, held)) > 0.0:
             return Short("tokens per minute", rates.tokens, wait_s)
         return None
 

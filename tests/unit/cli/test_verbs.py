@@ -19,7 +19,7 @@ from moonpool.cli.detach import behind
 from moonpool.cli.doctor import _child
 from moonpool.cli.up import _announce
 from moonpool.cluster.configure import all_keys, load_config
-from moonpool.core.config import Config
+from moonpool.core.config import Config, SecurityConfig
 
 COMMAND = (sys.executable, "-m", "moonpool.cli.main")
 
@@ -87,6 +87,11 @@ def test_tables_and_lists_that_were_chosen_are_shown_so_that_they_can_be_given_b
         (("chat", "hello", "--url", "http://127.0.0.1:1"), "does not answer"),
         (("replay", "--url", "http://127.0.0.1:1"), "TRACE: give a file, or --generate"),
         (("replay", "t.jsonl", "--generate", "--url", "http://127.0.0.1:1"), "TRACE: give a file, or --generate"),
+        (("keys", "add", "a", "--days", "nan", "--file", "keys.toml"), "--days: nan is out of range"),
+        (("keys", "add", "a", "--days", "0", "--file", "keys.toml"), "--days: 0 is out of range"),
+        (("keys", "add", "a b", "--file", "keys.toml"), "must be up to 64 letters"),
+        (("keys", "tenant", "a", "--pool-bytes", "much", "--file", "keys.toml"), "--pool-bytes: 'much' is no size"),
+        (("bench", "security", "--path", "missing", "--cluster-rounds", "0"), "--path: missing is no folder"),
         (("replay", "--generate", "--speed", "0", "--url", "http://127.0.0.1:1"), "speed: 0.0"),
     ],
 )
@@ -121,6 +126,15 @@ def test_only_who_can_press_ctrl_c_is_told_to(capsys: pytest.CaptureFixture[str]
         _announce(Config(), "http://here", [], "--detached" in words)
         said = capsys.readouterr().err
         assert ("http://here" in said, "Ctrl-C" in said) == (True, told)
+
+
+def test_the_request_to_try_carries_what_the_gateway_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ca.pem").touch()
+    cert = str(tmp_path / "cert.pem")
+    _announce(Config(security=SecurityConfig(https_cert=cert, api_keys_file="keys.toml")), "https://here", [], True)
+    said = capsys.readouterr().err
+    assert f"--cacert {tmp_path}/ca.pem https://here/v1" in said
+    assert '-H "authorization: Bearer $MOONPOOL_API_KEY"' in said
 
 
 def test_down_without_a_cluster_says_so(tmp_path: Path) -> None:

@@ -81,12 +81,26 @@ def test_variables_of_tests_and_scripts_are_no_configuration() -> None:
         ("cluster.nodes", '[{"name": "../a", "both": 1, "conductor": 1, "gateway": 1}]'),
         ("cluster.name", "two words"),
         ("timing.silent_after_ms", "300"),
+        ("store.quotas", '{"alice": -1}'),
     ],
 )
 def test_a_bad_value_is_refused_naming_key_and_value(key: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, {}, {key: value})
     assert key.split("[")[0] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("security.https_cert", "cert.pem", "security.https_key: missing"),
+        ("security.https_key", "key.pem", "security.https_cert: missing"),
+        ("security.tls", "files", "security.tls_dir: missing; .*certs make"),
+    ],
+)
+def test_what_goes_together_is_asked_for_by_name(key: str, value: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, {}, {key: value})
 
 
 def test_a_boolean_where_the_file_needs_a_number_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cluster.launch.plan import plan, with_shared_pool
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig
+from moonpool.core.errors import ConfigError
 from moonpool.core.ids import Role
 
 GIB = 1 << 30
@@ -30,6 +32,25 @@ def test_gateways_take_ports_upwards_unless_the_system_chooses() -> None:
         config = Config(cluster=ClusterConfig(nodes=nodes), gateway=GatewayConfig(port=port))
         specs = [s for stage in plan(config, registry="r:1", model_dir=Path("m")) for s in stage]
         assert [s.config.gateway.port for s in specs if s.role is Role.GATEWAY] == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (Config(cluster=ClusterConfig(probe_port=65_530)), r"cluster\.probe_port: 65530 .* 7 .* at most 65529"),
+        (
+            Config(
+                cluster=ClusterConfig(nodes=(NodeConfig(name="a", both=1, conductor=1, gateway=2),)),
+                gateway=GatewayConfig(port=65_535),
+            ),
+            r"gateway\.port: 65535 .* at most 65534",
+        ),
+    ],
+)
+def test_ports_beyond_the_last_one_are_refused_before_anything_starts(config: Config, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        names(config)
+    assert names(Config(cluster=ClusterConfig(probe_port=65_529)))
 
 
 @given(st.lists(st.builds(lambda p, d, b: (p, d, b), *[st.integers(0, 3)] * 3), min_size=1, max_size=4))

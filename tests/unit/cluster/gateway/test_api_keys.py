@@ -86,6 +86,19 @@ def test_no_secret_of_a_file_is_in_an_error_about_it() -> None:
         parse(to_toml(Book()) + (text.replace("z", "") * 2), "book")
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"tenants": {"a b": {}}}, "up to 64 letters"),
+        ({"tenants": {"a": {"region": "e u"}}}, r"tenants\.a\.region: must be up to 64 letters"),
+        ({"tenants": {"a": {"weight": -1}}}, r"tenants\.a\.weight: must be greater than 0"),
+    ],
+)
+def test_a_wrong_entry_is_told_in_words(tmp_path: Path, values: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        edit_book(tmp_path / "keys.toml", lambda book: values)
+
+
 @pytest.mark.parametrize("mode", [0o620, 0o604, 0o666])
 def test_a_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "keys.toml"
@@ -163,6 +176,21 @@ def test_tokens_reserved_and_not_used_are_given_back() -> None:
     second.reserve(200)
     assert second.headers()["x-ratelimit-remaining-tokens"] == "700"
     second.end(0)
+
+
+def test_a_request_above_a_whole_minutes_worth_is_let_in_by_a_full_bucket() -> None:
+    clock = Clock()
+    book, (token,) = book_of({"name": "a", "tokens_per_minute": 100})
+    gate = Gate(lambda: Keys(book), lambda: 1, clock)
+    ticket = gate.ticket(gate.caller(f"Bearer {token}", Access.USER))
+    ticket.begin()
+    ticket.reserve(11)  # at a guess, before its prompt is read
+    ticket.reserve(1_000)
+    ticket.end(500)
+    late = gate.ticket(ticket.caller)
+    with pytest.raises(RateLimited) as refused:
+        late.begin()
+    assert refused.value.retry_after_s == pytest.approx(60.0 * 401 / 100)
 
 
 def test_an_answer_longer_than_reserved_is_paid_for_later() -> None:

@@ -19,6 +19,7 @@ from moonpool.cluster.identity.folders import folder_of, make_for, require_good,
 from moonpool.cluster.identity.https import Https, https_of
 from moonpool.cluster.identity.keeper import Keeper
 from moonpool.cluster.identity.told import own_certificate
+from moonpool.cluster.restart import _answers
 from moonpool.cluster.spec import with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, GatewayConfig, SecurityConfig
 from moonpool.core.errors import ConfigError
@@ -153,6 +154,25 @@ async def served_serial(https: Https) -> int:
     return x509.load_der_x509_certificate(shown).serial_number
 
 
+async def test_a_restart_believes_the_gateway_by_its_own_certificate_whatever_host_it_is_for(tmp_path: Path) -> None:
+    folder = Certificates(tmp_path).https()
+    https = https_of(https_values(folder))
+    assert https is not None
+
+    async def ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(ready, "127.0.0.1", 0, ssl=https.context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    assert await asyncio.to_thread(_answers, url, str(folder / "cert.pem"))
+    assert await asyncio.to_thread(_answers, url, str(folder / "ca.pem"))
+    assert not await asyncio.to_thread(_answers, url, "")
+    server.close()
+    await https.close()
+
+
 def https_values(folder: Path) -> SecurityConfig:
     return SecurityConfig(https_cert=str(folder / "cert.pem"), https_key=str(folder / "key.pem"))
 
@@ -188,7 +208,8 @@ def break_pair(folder: Path) -> SecurityConfig:
         (break_mode, r"https_key: .* others can read it"),
         (break_pair, r"https_cert: cannot use .*KEY_VALUES_MISMATCH"),
         (lambda folder: SecurityConfig(https_cert=str(folder / "cert.pem")), r"https_key: missing"),
-        (lambda folder: https_values(folder / "none"), r"https_key: cannot read"),
+        (lambda folder: https_values(folder / "none"), r"https_key: cannot read .*certs make --https HOST"),
+        (lambda folder: SecurityConfig(https_cert=str(folder / "key.pem"), https_key=str(folder / "key.pem")), "no certificate"),
     ],
 )
 async def test_https_files_that_do_not_do_are_told(
