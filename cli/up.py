@@ -141,7 +141,7 @@ def _announce(config: Config, url: str, members: list[Member], detached: bool) -
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
     say(f"\nserving {config.model_name} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")
     security = config.security
-    authority = Path(security.https_cert).with_name("ca.pem")  # as `moonpool certs make` lays them
+    authority = Path(security.https_cert).parent / "ca.pem"  # as `moonpool certs make` lays them
     trust = f" --cacert {authority}" if security.https_cert and authority.exists() else ""
     key = ' -H "authorization: Bearer $MOONPOOL_API_KEY"' if security.api_keys_file else ""
     say(f"  curl -N{trust} {url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'\n")

@@ -199,7 +199,9 @@ async def test_thousands_of_prompts_in_one_request_are_refused_at_once(tiny: Fro
 async def test_a_deadline_that_is_no_time_is_refused_by_name(tiny: Front) -> None:
     response = await tiny.client.post("/v1/completions", json=COMPLETION, headers={"x-deadline-ms": "soon"})
     assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith("x-deadline-ms: 'soon' is not a time; give milliseconds, or 0 for timing.")
+    assert response.json()["error"]["message"].startswith(
+        "x-deadline-ms: 'soon' is not a time; give milliseconds, or 0 for timing."
+    )
 
 
 async def test_a_client_may_give_its_request_less_time_than_everybody_has(tiny: Front) -> None:

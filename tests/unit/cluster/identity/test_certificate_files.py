@@ -209,7 +209,10 @@ def break_pair(folder: Path) -> SecurityConfig:
         (break_pair, r"https_cert: cannot use .*KEY_VALUES_MISMATCH"),
         (lambda folder: SecurityConfig(https_cert=str(folder / "cert.pem")), r"https_key: missing"),
         (lambda folder: https_values(folder / "none"), r"https_key: cannot read .*certs make --https HOST"),
-        (lambda folder: SecurityConfig(https_cert=str(folder / "key.pem"), https_key=str(folder / "key.pem")), "no certificate"),
+        (
+            lambda folder: SecurityConfig(https_cert=str(folder / "key.pem"), https_key=str(folder / "key.pem")),
+            "no certificate",
+        ),
     ],
 )
 async def test_https_files_that_do_not_do_are_told(
