@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 from support.cluster import Answer, LocalCluster, complete, running
 from support.oracle import Oracle
+from support.steady_load import SteadyLoad
 
 from moonpool.bench.tiny_model import TINY_IDS
 from moonpool.core.membership import Liveness
@@ -70,6 +72,16 @@ def whole_again(cluster: LocalCluster) -> bool:
 async def asked(cluster: LocalCluster, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
     async with cluster.client() as client:
         return list(await asyncio.gather(*(complete(client, ids, tokens) for ids in prompts)))
+
+
+async def probed(addresses: Sequence[str], during: asyncio.Task[list[Answer]]) -> list[int]:
+    """What ``/live`` of these processes says, five times a second."""
+    said = []
+    async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+        while not during.done():
+            said += [(await client.get(f"http://{address}/live")).status_code for address in addresses]
+            await asyncio.sleep(0.2)
+    return said
 
 
 @asynccontextmanager
@@ -135,14 +147,39 @@ async def test_twenty_prompts_of_a_killed_prefill_worker_are_computed_by_the_oth
     async with under_way(twins, running_ones, 400) as answers:
         lives = {name: twins.member(name).incarnation for name in DECODES}
         more = asyncio.create_task(asked(twins, prompts, 2))
+        alive = asyncio.create_task(probed([twins.member(name).details["probe"] for name in DECODES], more))
         victim = busiest(twins, PREFILLS, "requests_live")
         os.kill(twins.member(victim).pid, signal.SIGKILL)
         check(tiny_oracle, prompts, await more, 2)
         check(tiny_oracle, running_ones, await answers, 400)
+        assert set(await alive) == {200}
         assert {name: twins.member(name).incarnation for name in DECODES} == lives
         assert all(twins.changes()[name].liveness is Liveness.LIVE for name in DECODES)
     twins.until(lambda: whole_again(twins), f"{victim} is back", 120)
     twins.assert_idle(20)
+
+
+async def test_a_worker_of_each_kind_killed_in_turn_under_steady_load_costs_no_request(
+    twins: LocalCluster, tiny_oracle: Oracle
+) -> None:
+    twins.until(lambda: whole_again(twins), "everybody is there", 120)
+    prompts = [tuple(prompt(60 + 40 * (s % 3), seed=s)) for s in range(70, 78)]
+    load = SteadyLoad(lambda: [twins.url], prompts, tokens=40)
+    loading = asyncio.create_task(load.run())
+    for kind in (PREFILLS, DECODES):
+        served = len(load.answers)
+        await asyncio.to_thread(twins.until, lambda n=served: len(load.answers) > n + 4, "answers flow", 60)
+        victim = await asyncio.to_thread(busiest, twins, kind, "requests_live")
+        os.kill(twins.member(victim).pid, signal.SIGKILL)
+        await asyncio.to_thread(twins.until, lambda: whole_again(twins), f"{victim} is back", 120)
+    load.enough.set()
+    await loading
+    assert not load.lost, load.lost
+    assert load.counts["streamed"] and load.counts["whole"]
+    for asked_for, ids in load.answers:
+        assert len(ids) == 40
+        tiny_oracle.check_at_once(list(asked_for), ids, "while workers were killed")
+    await asyncio.to_thread(twins.assert_idle, 20)
 
 
 async def test_without_its_store_node_a_decode_worker_finishes_and_new_prompts_land_elsewhere(
