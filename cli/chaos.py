@@ -37,10 +37,15 @@ def chaos(
         return
     if registry not in ("embedded", "etcd"):
         raise ConfigError(f"--registry: {registry!r} is unknown; use embedded or etcd", param="--registry")
+    for option, file in (("--log", log), ("--picture", picture)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{option}: {file.parent} is no folder; make it, or name another file", param=option)
     from moonpool.bench.chaos.run import Options
     from moonpool.bench.chaos.run import chaos as strike
 
     names = tuple(name.strip() for name in kinds.split(",") if name.strip())
+    if kinds and not names:
+        raise ConfigError(f"--kinds: {kinds!r} names none; `moonpool chaos --list` shows them", param="--kinds")
     figures = strike(Options(minutes, seed, names, model, registry, _pairs(settings), log, picture, keep))
     typer.echo(json.dumps(figures, indent=2) if as_json else _table(figures))
     if figures["failures"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ CA_KEY_NAME = "ca.key.pem"
 CA_LIFE = timedelta(days=3650)
 LIFE = timedelta(days=1)  # of a member's certificate where somebody renews it
 SKEW = timedelta(minutes=10)  # clocks of hosts differ
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_][A-Za-z0-9_-]{0,62}(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
 
 PrivateKey = ec.EllipticCurvePrivateKey
 
@@ -81,12 +83,11 @@ class Authority:
 
     def issue_https(self, folder: Path, hosts: Sequence[str], life: timedelta, now: datetime) -> datetime:
         """A gateway's certificate for clients that trust ca.pem: names or addresses of ``hosts``."""
+        names = [_host(name) for name in hosts]
         _private_folder(folder)
         key = _kept_key(folder / KEY_NAME)
         ends = min(now + life, self.certificate.not_valid_after_utc)
-        certificate = self._signed(
-            key, hosts[0], [_host(name) for name in hosts], [ExtendedKeyUsageOID.SERVER_AUTH], now - SKEW, ends
-        )
+        certificate = self._signed(key, hosts[0], names, [ExtendedKeyUsageOID.SERVER_AUTH], now - SKEW, ends)
         _write(folder / KEY_NAME, _pem(key), 0o600)
         _write(folder / CA_NAME, self.certificate.public_bytes(Encoding.PEM), 0o644)
         _write(folder / CERT_NAME, certificate, 0o644)
@@ -151,6 +152,10 @@ def _host(text: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
+        if not _HOST.fullmatch(text):
+            raise ConfigError(
+                f"--https: {text!r} is no host name and no address; give e.g. gateway.example, or 10.0.0.1", param="--https"
+            ) from None
         return x509.DNSName(text)
 
 

@@ -50,6 +50,8 @@ def test_https_certificates_lie_apart_from_those_of_processes(tmp_path: Path) ->
     [
         (("make", "--role", "king"), "--role"),
         (("make", "--id", "a b"), "--id"),
+        (("make", "--https", "https://gateway.example"), "--https: 'https://gateway.example' is no host name"),
+        (("make", "--https", "b\u00fccher.example"), "is no host name"),
         (("show",), "there is none"),
         (("renew", "nowhere"), "cannot read"),
     ],
