@@ -92,7 +92,10 @@ def tenant(
         values["tenants"][name] = mine | {field: value for field, value in given.items() if value is not None}
         return values
 
-    edit_book(_path(file, config_file, settings), change)
+    path = _path(file, config_file, settings)
+    book = edit_book(path, change)
+    if name not in {key.tenant for key in book.keys}:
+        say(f"no key in {path} is of tenant {name!r} yet; see `moonpool keys list`")
 
 
 @keys.command("list")

@@ -20,6 +20,7 @@ from moonpool.wire.channels import dial
 LOOK_S = 0.2
 SETTLE_S = 0.5  # for everybody to hear of the new life
 ASK_S = 3.0
+BACK = "is back, not ready yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ async def restart(registry: str, member: Member, limit_s: float, say: Callable[[
         newer = now is not None and now.incarnation > member.incarnation
         if not left_s and (now is None or newer):
             left_s = time.monotonic() - began
-        told = "is back, not ready yet" if newer else "leaves" if now is not None else "left"
+        told = BACK if newer else "leaves" if now is not None else "left"
         if newer and now is not None and now.ready and await _serves(registry, now, trust):
             await asyncio.sleep(SETTLE_S)
             return Restarted(member.id, now.role.value, time.monotonic() - began, left_s, now.incarnation)
@@ -57,10 +58,11 @@ async def restart(registry: str, member: Member, limit_s: float, say: Callable[[
             stage = told
             say(f"{member.id} {told}")
         await asyncio.sleep(LOOK_S)
-    raise NoPath(
-        f"{member.id}: not back within {limit_s:.0f} s (--timeout); is it kept by a launcher that starts it again?",
-        retry_after_s=1.0,
-    )
+    if stage == BACK:
+        why = "it is back, but does not serve; its log says why"
+    else:
+        why = "is it kept by a launcher that starts it again?"
+    raise NoPath(f"{member.id}: does not serve again after {limit_s:.0f} s (--timeout); {why}", retry_after_s=1.0)
 
 
 async def _ask(member: Member) -> None:

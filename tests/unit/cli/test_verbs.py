@@ -139,6 +139,14 @@ def test_the_request_to_try_carries_what_the_gateway_asks_for(tmp_path: Path, ca
     assert '-H "authorization: Bearer $MOONPOOL_API_KEY"' in said
 
 
+def test_a_tenant_without_any_key_is_told(tmp_path: Path) -> None:
+    file = str(tmp_path / "keys.toml")
+    assert "no key in" in run(tmp_path, "keys", "tenant", "acme", "--pool-bytes", "1GiB", "--file", file).stderr
+    assert run(tmp_path, "keys", "add", "alice", "--tenant", "acme", "--file", file).returncode == 0
+    assert run(tmp_path, "keys", "tenant", "acme", "--weight", "2", "--file", file).stderr == ""
+    assert f"pool_bytes={1 << 30}" in run(tmp_path, "keys", "list", "--file", file).stdout
+
+
 def test_down_without_a_cluster_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "down")
     assert done.returncode == 0

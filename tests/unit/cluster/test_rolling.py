@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.cluster import restart
 from moonpool.cluster.rolling import gap, in_order
+from moonpool.core.errors import NoPath
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Member
 
@@ -57,3 +59,21 @@ def test_role_both_stands_in_for_prefill_and_decode() -> None:
     crowd = [*ONCE, member(Role.BOTH, 0, "b")]
     assert gap(crowd, MemberId("prefill-0")) == gap(crowd, MemberId("decode-0")) == gap(crowd, MemberId("store-a")) == ""
     assert gap([m for m in crowd if m.role not in (Role.PREFILL, Role.DECODE)], MemberId("both-0"))
+
+
+@pytest.mark.parametrize(("newer", "told"), [(True, "it is back, but does not serve"), (False, "kept by a launcher")])
+async def test_who_does_not_serve_again_is_told_with_how_far_it_came(
+    monkeypatch: pytest.MonkeyPatch, newer: bool, told: str
+) -> None:
+    one = TWICE[0]
+
+    async def asked(member: Member) -> None:
+        pass
+
+    async def life(registry: str, member: MemberId) -> Member | None:
+        return replace(one, incarnation=Incarnation(2), ready=False) if newer else None
+
+    monkeypatch.setattr(restart, "_ask", asked)
+    monkeypatch.setattr(restart, "_life_of", life)
+    with pytest.raises(NoPath, match=told):
+        await restart.restart("r:1", one, 0.1, lambda line: None)
