@@ -60,8 +60,9 @@ def counted(cluster: LocalCluster, name: str, members: Sequence[str]) -> float:
 
 
 def computed(cluster: LocalCluster) -> float:
-    """Prompt tokens that prefill workers did not find anywhere."""
-    return counted(cluster, "prompt_tokens", PREFILLS) - counted(cluster, "reused_tokens", PREFILLS)
+    """Prompt tokens that prefill workers did not find anywhere; what only came too late on a busy machine was found."""
+    here, late = counted(cluster, "reused_tokens", PREFILLS), counted(cluster, "fetched_late_tokens", PREFILLS)
+    return counted(cluster, "prompt_tokens", PREFILLS) - here - late
 
 
 def whole_again(cluster: LocalCluster) -> bool:
