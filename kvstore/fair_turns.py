@@ -46,7 +46,8 @@ class FairTurns:
             await mine[0]
         except asyncio.CancelledError:
             if mine[0].cancelled():
-                self._forget(tenant, mine)
+                if mine in self._waiting.get(tenant, ()):  # else whoever left just now has passed over it
+                    self._forget(tenant, mine)
             else:  # its turn had just come
                 self._leave()
             raise

@@ -67,3 +67,19 @@ async def test_whoever_is_cancelled_at_any_moment_no_turn_is_lost(seed: int) -> 
     assert done >= 20
     async with asyncio.timeout(1), turns.turn("last", 1.0):
         pass
+
+
+async def test_one_cancelled_just_before_another_leaves_only_ends() -> None:
+    turns, done = FairTurns(1), asyncio.Event()
+
+    async def use(tenant: str) -> None:
+        async with turns.turn(tenant, 1.0):
+            await done.wait()
+
+    inside, waiting = asyncio.create_task(use("a")), asyncio.create_task(use("b"))
+    await settle()
+    done.set()  # the one inside leaves first, then the other one hears that it is cancelled
+    waiting.cancel()
+    ends = await asyncio.gather(inside, waiting, return_exceptions=True)
+    assert isinstance(ends[1], asyncio.CancelledError)
+    assert turns.idle
