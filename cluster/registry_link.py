@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import grpc
+import structlog
 
 from moonpool.cluster.election import Lead
 from moonpool.core.config import TimingConfig
@@ -22,12 +23,13 @@ from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import pb
 from moonpool.wire.channels import dial, dial_blocking
 from moonpool.wire.convert import from_wire, to_wire
-from moonpool.wire.status import why_unreachable
+from moonpool.wire.status import being_cancelled, why_unreachable
 
 OnFenced = Callable[[str, bool], None]  # why, and whether another process took the name
 BACKOFF_S = (0.1, 2.0)
 STEADY_S = 5.0  # a session that lasted this long begins the back-off anew
 LEAD_S = 1.0  # to be answered whether this conductor leads
+log = structlog.get_logger(__name__)
 
 
 class RegistryLink:
@@ -108,6 +110,11 @@ class RegistryLink:
                     self._tell(change)
             except grpc.aio.AioRpcError:
                 pass
+            except asyncio.CancelledError:
+                if being_cancelled():
+                    raise  # otherwise its channel gave way to one with a newer certificate
+            except Exception as e:  # one change that cannot be taken in must not be the last one heard of
+                log.warning("watch of the registry broke", registry=self._registry, exc_info=e)
             finally:
                 if forget:
                     forget.cancel()

@@ -8,13 +8,14 @@ from dataclasses import replace
 import grpc
 import pytest
 
+from moonpool.cluster import registry_link
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.registry import Registry
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError, LayoutMismatch, NoPath
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
-from moonpool.wire import pb
+from moonpool.wire import pb, renewed
 from moonpool.wire.convert import to_wire
 
 TIMING = TimingConfig(heartbeat_ms=50, silent_after_ms=400)
@@ -208,3 +209,37 @@ async def test_while_the_registry_is_away_the_last_known_view_stays_and_who_does
     await watcher.until(lambda: [m.id for m in watcher.peers.live(Role.PREFILL)] == ["prefill-0"])
     await asyncio.gather(watcher.peers.leave(), stays.peers.leave())
     await again.close()
+
+
+async def test_the_watch_goes_on_after_its_channel_gave_way_to_one_with_a_newer_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    certificate = 0
+    monkeypatch.setattr(renewed, "LOOK_S", 0.0)
+    monkeypatch.setattr(renewed, "LAST_CALLS_S", 0.05)
+    make = grpc.aio.insecure_channel
+    monkeypatch.setattr(registry_link, "dial", lambda to: renewed.RenewedChannel(lambda: make(to), lambda: certificate))
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(member("conductor-0", Role.CONDUCTOR))
+        await one.hears(("conductor-0", 1, "live"))
+        certificate = 1
+        await one.peers.lead(0)  # the first call that takes the new channel
+        await asyncio.sleep(0.2)
+        await other.peers.join(member("prefill-0"))
+        await one.hears(("prefill-0", 1, "live"))
+
+
+async def test_a_subscriber_that_raises_does_not_end_the_watch() -> None:
+    async with cluster(2) as (_, (one, other)):
+        broken = True
+
+        def hear(change: MemberChange) -> None:
+            if broken:
+                raise RuntimeError("of this change nothing is understood")
+
+        one.peers.subscribe(hear)
+        await other.peers.join(member("prefill-0"))
+        await one.hears(("prefill-0", 1, "live"))
+        broken = False
+        other.peers.update(replace(member("prefill-0"), model="tiny"))
+        await one.until(lambda: (c := one.peers.get(MemberId("prefill-0"))) is not None and c.member.model == "tiny")
