@@ -180,17 +180,18 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             await self._answer(asked, answer, context)
             return
         coming = self._late.open(asked.request, asked.attempt)  # before any action is taken: it may be the answer
+        heard = False
         self._act(self.conductor.take_actions())
         try:
             reply = pb.conductor.PlaceReply()
             reply.waiting.predicted_ttft_ms = answer.predicted_ttft_ms
             await context.write(reply)
             bound = await coming
+            heard = True
         except NoPath as e:
             await context.abort(grpc.StatusCode.UNAVAILABLE, e.message)
         finally:
-            newest = self._late.close(asked.request, coming)
-            if newest and (coming.cancelled() or not coming.done() or coming.exception() is not None):
+            if self._late.close(asked.request, coming) and not heard:  # also where it was booked as its caller left
                 self.conductor.withdraw(asked.request, self._clock())
         await self._answer(asked, bound, context)
 

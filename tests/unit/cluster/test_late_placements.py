@@ -139,6 +139,24 @@ async def test_a_caller_that_leaves_takes_its_request_out_of_the_queue() -> None
         await b.until("bookings", 1)
 
 
+async def test_a_caller_that_leaves_at_the_instant_of_its_answer_leaves_nothing_booked() -> None:
+    class Context:
+        async def write(self, reply: pb.conductor.PlaceReply) -> None:
+            pass
+
+    async with bench() as b:
+        for name in PREFILLS:
+            b.busy(name, 50_000)
+        call = asyncio.create_task(b.service.Place(asked("leaves"), Context()))
+        await b.until("waiting", 1)
+        await asyncio.sleep(0)
+        b.free("prefill-0")
+        assert b.number("bookings") == 1
+        call.cancel()  # it has its answer, and has not run since
+        await asyncio.gather(call, return_exceptions=True)
+        assert (b.number("waiting"), b.number("bookings")) == (0, 0)
+
+
 async def test_an_attempt_asked_for_again_ends_the_older_call_and_is_answered_once() -> None:
     async with bench() as b:
         for name in PREFILLS:
