@@ -92,6 +92,9 @@ class StoreWatches:
                 except InvalidRequest as e:
                     self.bad_frames += 1
                     log.warning("watch of %s: %s", member.id, e.message)
+                except Exception:  # one frame that cannot be taken in must not be the last one heard of this node
+                    self.bad_frames += 1
+                    log.exception("watch of %s", member.id)
                 self.reconnects += 1
                 await asyncio.sleep(wait * random.uniform(0.5, 1.0))
                 wait = min(2 * wait, BACKOFF_S[1])

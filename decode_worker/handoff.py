@@ -99,6 +99,11 @@ class Handoff:
         except MoonpoolError as e:
             self.fail(Failure.of(e))
             self._call.cancel()
+        except Exception as e:
+            log.exception("events of %s attempt %d cannot be read", *self._sequence.name)
+            why = f"{self.prefill.id} sent what cannot be read ({type(e).__name__})"
+            self.fail(Failure(Reason.PEER_SILENT, why, self.prefill.id))
+            self._call.cancel()
         else:
             self._broken(Failure(Reason.PEER_SILENT, f"{self.prefill.id} ended its call early", self.prefill.id))
         await asyncio.gather(*self._loose)

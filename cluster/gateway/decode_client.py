@@ -85,6 +85,9 @@ class DecodeStream:
         except grpc.aio.AioRpcError as e:
             _log.info("token stream broke", worker=self.worker.id, why=f"{e.code().name}: {e.details()}")
             self.fail(f"{self.worker.id}: token stream broke ({why_unreachable(e.details())})")
+        except Exception as e:  # noqa: BLE001  its attempts must hear of it, or they wait for their deadlines
+            _log.warning("token stream cannot be read", worker=self.worker.id, exc_info=e)
+            self.fail(f"{self.worker.id}: sent what cannot be read ({type(e).__name__})")
 
     def _deliver(self, message: pb.decode.Emission) -> None:
         queue = self._attempts.get((message.request, message.attempt))
@@ -118,6 +121,8 @@ class DecodeStream:
             if queue.full():
                 queue.get_nowait()  # the failure matters more
             queue.put_nowait(Emission(RequestId(request), attempt, 0, error=failure))
+        while not self._out.empty():  # nobody writes it any more: who waits for room goes on to the failure
+            self._out.get_nowait()
         self._call.cancel()
 
     async def close(self) -> None:

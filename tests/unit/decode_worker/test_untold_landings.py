@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+import pytest
 
 from moonpool.core.errors import Failure, Reason
 from moonpool.core.handoff import FirstToken, PrefillJob
@@ -13,6 +15,7 @@ from moonpool.core.landing import Landing, LandingSlot, SlotRef
 from moonpool.core.placement import WorkerRef
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.decode_worker.handoff import Handoff
+from moonpool.wire import pb
 
 PREFILL = WorkerRef(MemberId("prefill-0"), Incarnation(1), NodeId("a"), "")
 LOST = Failure(Reason.PEER_SILENT, "prefill-0 is gone")
@@ -109,4 +112,24 @@ async def test_one_that_is_torn_ends_at_once() -> None:
     work.landing_through(7, LOST)
     await settle()
     assert client.ended == [7]
+    assert owner.released == 1
+
+
+async def test_an_event_that_cannot_be_read_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Call:
+        async def __aiter__(self) -> AsyncIterator[None]:
+            yield None  # gRPC gives this for bytes that are no message
+
+        def cancel(self) -> None: ...
+
+    class Stub:
+        def __init__(self, channel: object) -> None: ...
+
+        def Run(self, job: object) -> Call:
+            return Call()
+
+    monkeypatch.setattr(pb.prefill_rpc, "PrefillStub", Stub)
+    work, _, owner = handoff()
+    channel: Any = None
+    await work.run(channel)
     assert owner.released == 1
