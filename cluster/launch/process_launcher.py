@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from moonpool.cluster.launch.plan import ends
@@ -125,7 +125,7 @@ class ProcessLauncher:
             self._state.record(spec.member, child.pid)
             last, was_ready, why = "", False, ""
             assert child.stdout is not None
-            async for raw in child.stdout:
+            async for raw in _lines(child.stdout):
                 self._say_of(spec.member, why)
                 last = raw.decode(errors="replace").rstrip() or last
                 was_ready = was_ready or last.startswith(READY)
@@ -140,6 +140,20 @@ class ProcessLauncher:
     def _say_of(self, member: MemberId, line: str) -> None:
         if line:
             self._say(f"[{member}] {line}")
+
+
+async def _lines(output: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """One that is longer than a reader holds comes in parts: whoever writes it is kept, and read, all the same."""
+    while True:
+        try:
+            line = await output.readuntil()
+        except asyncio.IncompleteReadError as e:
+            line = e.partial
+        except asyncio.LimitOverrunError as e:
+            line = await output.readexactly(e.consumed)
+        if not line:
+            return
+        yield line
 
 
 def _unset(wanted: dict[str, str]) -> dict[str, str]:

@@ -137,6 +137,22 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_own_line(tmp_pat
         assert not any("cannot be loaded" in line for line in h.said)
 
 
+async def test_a_process_that_writes_a_line_without_an_end_is_kept_like_any_other(tmp_path: Path) -> None:
+    config = Config(cluster=ClusterConfig(state_dir=str(tmp_path / "state")))
+    failures: asyncio.Queue[str] = asyncio.Queue()
+    launcher = ProcessLauncher(
+        StateDir.create(tmp_path / "state"),
+        lambda line: None,
+        lambda member, why: failures.put_nowait(why),
+        max_restarts=0,
+        command=lambda spec: [sys.executable, "-c", "print('.' * 300_000); print('the end'); exit(3)"],
+    )
+    await launcher.open()
+    await launcher.start(RoleSpec(NAME, Role.CONDUCTOR, NodeId("a"), config, "127.0.0.1:1", Path("none")))
+    assert "exit code 3: the end" in await asyncio.wait_for(failures.get(), 10.0)
+    await launcher.stop()
+
+
 async def test_a_frozen_process_wakes_as_a_newer_life_of_the_same_process(tmp_path: Path) -> None:
     async with house(tmp_path) as h:
         first = await h.live_one()
