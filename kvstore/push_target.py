@@ -19,7 +19,7 @@ from moonpool.kvstore.transfer.carrier import Endpoint, Sender
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
 from moonpool.wire.convert import from_wire, to_wire
-from moonpool.wire.status import error_of
+from moonpool.wire.status import being_cancelled, error_of
 
 CALL_S = 5.0  # a control call that takes longer means a frozen node
 LATE_S = 10.0
@@ -81,6 +81,11 @@ class PushTarget:
             if isinstance(error, DeadlinePassed):
                 error = PeerSilent(f"{self.name} did not answer within {timeout:g} s", peer=self.name)
             raise error from e
+        except asyncio.CancelledError:
+            if being_cancelled():
+                raise
+            # The channel was closed under the call, by whoever needs this target no more: nobody cancelled our caller.
+            raise PeerSilent(f"{self.name} is no longer a target", peer=self.name) from None
 
     async def grant(self, request: pb.store.GrantRequest) -> Landing:
         request.writer, request.writer_incarnation = self._writer.id, self._writer.incarnation
