@@ -12,6 +12,7 @@ from moonpool.core.membership import Peers, Service
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
+from moonpool.wire.status import being_cancelled
 
 PERIOD_S = 0.25
 log = structlog.get_logger(__name__)
@@ -47,6 +48,9 @@ class Reporter:
             await asyncio.sleep(PERIOD_S)
             try:
                 await self.report()
+            except asyncio.CancelledError:
+                if being_cancelled():
+                    raise  # otherwise a channel was closed under it, by a report made beside this one
             except Exception as e:  # noqa: BLE001  a report that cannot be made is one report less, not the end of all
                 self._failed(e)
 
