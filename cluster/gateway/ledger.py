@@ -186,6 +186,7 @@ class Ledger:
         if not isinstance(error, Moved):
             self._failures += 1
             self._last = error
+            self._waits_since = None  # somebody had taken it: what it waited before was for that one
 
     def no_path(self, refusal: Refused) -> None:
         """Nobody can take it: forget who was merely busy and let the next attempt try them, or raise.

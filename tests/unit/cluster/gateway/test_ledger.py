@@ -235,6 +235,21 @@ def test_after_its_patience_the_failure_that_led_there_is_the_answer(refusal: No
         book.no_path(refusal)
 
 
+def test_its_patience_begins_anew_after_somebody_took_it() -> None:
+    book, now = ledger(path_wait_ms=1_000), 100.0
+    book.next_attempt(now)
+    book.failed(PeerSilent("killed", peer="decode-0"))
+    book.next_attempt(now + 0.1)
+    book.no_path(NoPath("nobody", retry_after_s=1))
+    book.next_attempt(now + 0.2)
+    book.failed(PeerSilent("killed while it computed", peer="decode-1"))
+    book.next_attempt(now + 3.0)
+    book.no_path(NoPath("nobody", retry_after_s=1))
+    book.next_attempt(now + 4.1)
+    with pytest.raises(PeerSilent, match="killed while"):
+        book.no_path(NoPath("nobody", retry_after_s=1))
+
+
 def test_a_request_that_nobody_has_begun_to_answer_is_refused_at_once() -> None:
     book = ledger(path_wait_ms=10_000)
     book.next_attempt(100.0)
