@@ -125,11 +125,16 @@ class Conductors:
                     breaker.succeeded(self._now())
                     self._preferred = member.address
                     return _placement(reply), member.address
+                if self._now() >= deadline:  # the call ended with the request: that says nothing about the conductor
+                    breaker.given_up(self._now())
+                    break
                 self.passed_over += 1
                 breaker.failed(self._now(), random.random())
                 if question.waited:  # it was answered until now: what is left of its patience starts anew
                     give_up = min(deadline, loop.time() + wait_s)
             left = give_up - loop.time()
+            if loop.time() >= deadline:
+                raise DeadlinePassed("request: its time was over before a conductor answered; try again later")
             if left <= 0:
                 raise NoPath(
                     f"conductor: none answered within {self._timing.conductor_wait_ms} ms; start one, or try again later",

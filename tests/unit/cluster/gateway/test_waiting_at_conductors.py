@@ -157,3 +157,20 @@ async def test_a_refusal_may_come_after_a_wait(tiny_dir: Path) -> None:
         tiny.conductor.decide = lambda _: Failure(Reason.TARGETS_MISSED, "too late now", retry_after_s=2)
         queue.free.set()
         assert await asked == 429
+
+
+async def test_the_end_of_a_request_while_its_conductor_thinks_is_not_held_against_the_conductor(tiny_dir: Path) -> None:
+    async with waiting_front(tiny_dir, place_timeout_ms=1_000) as (tiny, queue):
+        tiny.conductor.decide = lambda _: None
+        late = await tiny.client.post("/v1/completions", json=BODY, headers={"x-deadline-ms": "100"})
+        assert (late.status_code, tiny.gateway.numbers()["conductors_passed_over"]) == (504, 0)
+        tiny.conductor.decide = queue
+        queue.free.set()
+        assert await ask(tiny) == 200
+
+
+async def test_a_request_whose_time_is_over_while_no_conductor_is_there_hears_so(tiny_dir: Path) -> None:
+    async with waiting_front(tiny_dir, conductor_wait_ms=5_000) as (tiny, _):
+        tiny.membership.say(tiny.conductor_server.member, Liveness.GONE, "left")
+        late = await tiny.client.post("/v1/completions", json=BODY, headers={"x-deadline-ms": "100"})
+        assert late.status_code == 504
