@@ -55,14 +55,16 @@ class StoreLink:
         return self._member.node
 
     async def start(self) -> None:
-        """Returns once connected, or at once where no store node of this node is live: it is then joined when it comes.
+        """Returns once connected, or at once where no store node of this node is live, or not any more: it is then joined
+        when it comes.
 
         LayoutMismatch where the node refuses this worker for good.
         """
         self._unsubscribe = self._peers.subscribe(self._changed)
         if self._connecting is not None:
             await asyncio.wait({self._connecting}, timeout=5.0)
-            if self._connecting.done() and (error := self._connecting.exception()):
+            connecting = self._connecting
+            if connecting.done() and not connecting.cancelled() and (error := connecting.exception()):
                 raise error
 
     async def close(self) -> None:
