@@ -76,6 +76,9 @@ async def test_each_role_has_its_routes(guarded: Guarded) -> None:
     assert (await client.get("/v1/models", headers=guarded.auth("alice"))).status_code == 200
     refused = await client.get("/metrics", headers=guarded.auth("alice"))
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+    for spelling in ("/metrics%0A", "/%6Detrics%0a", "/metrics/", "//metrics", "/v1/../metrics"):
+        answer = await client.get(spelling, headers=guarded.auth("alice"))
+        assert answer.status_code in (403, 404), spelling
     assert (await client.get("/metrics", headers=guarded.auth("ops"))).status_code == 200
     assert (await guarded.ask("ops")).status_code == 403
 
