@@ -57,7 +57,8 @@ def _read(path: Path) -> tuple[Book, Mark]:
 
 
 def _mark(status: os.stat_result) -> Mark:
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    """Differs once what is in the file, or who may read it, was changed."""
+    return status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def write_book(path: Path, book: Book) -> None:

@@ -127,6 +127,21 @@ def test_a_changed_file_is_followed_and_a_broken_one_leaves_things_as_they_are(t
         follow().holder(f"Bearer {token}", NOW)
 
 
+def test_a_changed_file_that_was_open_to_others_is_read_once_its_mode_is_right(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys.toml", Clock()
+    kept, token = mint()
+    edit_book(path, lambda book: {"keys": [{"name": "revoked", **kept}]})
+    follow = FollowedKeys(path, clock)
+    path.write_text("")
+    path.chmod(0o644)
+    clock.now += LOOK_S
+    assert follow().holder(f"Bearer {token}", NOW).name == "revoked"
+    path.chmod(0o600)
+    clock.now += LOOK_S
+    with pytest.raises(Unauthorised):
+        follow().holder(f"Bearer {token}", NOW)
+
+
 def test_an_editor_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     edit_book(path, lambda book: {"tenants": {"acme": {"weight": 2.0}}})
