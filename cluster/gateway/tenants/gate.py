@@ -143,17 +143,19 @@ class Gate:
         """``n`` of the gateway's ``limit`` places in flight. Overloaded where all are taken, or the tenant has its part.
 
         Where there are several tenants, one may hold no more than ``PART_OF_FREE`` times its weight and what is left free
-        (a dynamic threshold: Choudhury and Hahne, 1998), so that a flood leaves places for the others.
+        (a dynamic threshold: Choudhury and Hahne, 1998), so that a flood leaves places for the others. ``n`` together get
+        what they would get one by one; a single one of who holds nothing is never too many.
         """
         total, mine = sum(self._held.values()), self._held.get(caller.tenant, 0)
         if total + n > limit:
             raise Overloaded(
                 f"gateway: {total} of {limit} requests in flight (timing.queue_limit); try again later", retry_after_s=1.0
             )
-        if len(self.tenants) > 1 and mine and mine + n > PART_OF_FREE * caller.weight * (limit - total):
+        part = PART_OF_FREE * caller.weight * (limit - total - n + 1)
+        if len(self.tenants) > 1 and mine + n > max(1.0, part):
             raise Overloaded(
-                f"gateway: tenant {caller.tenant!r} has {mine} of {limit} requests in flight (timing.queue_limit), its part "
-                "where there are others; try again later",
+                f"gateway: tenant {caller.tenant!r} would have {mine + n} of {limit} requests in flight (timing.queue_limit), "
+                "more than its part where there are others; try again later, or with fewer prompts",
                 retry_after_s=1.0,
             )
         self._held[caller.tenant] = mine + n

@@ -275,6 +275,19 @@ def test_a_flood_of_one_tenant_leaves_places_for_the_others() -> None:
         gate.take_places(quiet, 1, 90)
 
 
+def test_prompts_of_one_request_take_no_more_places_than_as_many_requests() -> None:
+    book, _ = book_of({"name": "a", "tenant": "a"}, {"name": "b", "tenant": "b"})
+    gate = Gate(lambda: Keys(book), lambda: 1)
+    flood, quiet = Caller("a"), Caller("b", weight=0.01)
+    for n in (90, 61):
+        with pytest.raises(Overloaded, match=f"would have {n} of 90"):
+            gate.take_places(flood, n, 90)
+    gate.take_places(flood, 60, 90)
+    gate.take_places(quiet, 1, 90)
+    with pytest.raises(Overloaded, match="tenant 'b'"):
+        gate.take_places(quiet, 1, 90)
+
+
 def test_a_tenant_alone_has_all_places() -> None:
     gate = Gate(None, lambda: 1)
     for _ in range(90):
