@@ -20,7 +20,8 @@ from moonpool.core.ids import Incarnation, MemberId
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
-from moonpool.wire.guard import require_own_name
+from moonpool.wire.guard import require_own_name, require_own_role
+from moonpool.wire.rights import alike
 
 LEASE = 2  # of leadership, in ``silent_after_ms``
 WATCH_QUEUE = 1024  # a watcher further behind than this is cut off; it comes back and begins with everybody known
@@ -91,6 +92,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "Join: the first message must carry `member`")
             return
         await require_own_name(context, first.member.id)
+        await require_own_role(context, first.member.role)
         try:
             member = self._join(first)
         except Fenced as e:
@@ -131,6 +133,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
                     self.report_gone(member.id, member.incarnation, "left")
                 elif beat.HasField("member") and beat.member.id != member.id:
                     raise Fenced(f"{member.id}: its session spoke for {beat.member.id}")
+                elif beat.HasField("member") and not alike(beat.member.role, member.role):
+                    raise Fenced(f"{member.id}: its session turned from {member.role} into {beat.member.role}")
                 elif beat.HasField("member"):
                     self._join(beat)
                 else:

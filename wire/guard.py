@@ -12,7 +12,7 @@ import structlog
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.principal import Principal
-from moonpool.wire.rights import may, name_of
+from moonpool.wire.rights import alike, may, name_of
 
 URI = "peer_uri"  # gRPC's name for the URIs among a certificate's alternative names
 REMEMBERED = 256  # refusals that are logged once each; more are not logged
@@ -34,6 +34,13 @@ async def require_own_name(context: Any, member: str) -> None:
     if caller is not None and caller.member != member:
         why = f"{caller} may not speak for {member}: its certificate is not that one's"
         await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+
+
+async def require_own_role(context: Any, role: str) -> None:
+    """Ends the call of whoever says that it is something else than its certificate's party."""
+    caller = caller_of(context)
+    if caller is not None and not alike(caller.party, role):
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{caller} may not be a {role}: its certificate says otherwise")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

@@ -88,3 +88,8 @@ def name_of(path: str) -> str:
 
 def may(party: Party, path: str) -> bool:
     return party in RIGHTS.get(name_of(path), frozenset())
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether who is ``one`` (a role or a party) may become ``other``: workers change between their roles, nobody else does."""
+    return one == other or {one, other} <= WORKERS

@@ -40,8 +40,8 @@ async def registry(become: Become) -> AsyncIterator[Registry]:
     await registry.close()
 
 
-def gateway(name: str) -> Member:
-    return Member(MemberId(name), Role.GATEWAY, NodeId("a"), Incarnation(1), "127.0.0.1:1", 1)
+def gateway(name: str, role: Role = Role.GATEWAY, term: int = 0) -> Member:
+    return Member(MemberId(name), role, NodeId("a"), Incarnation(1), "127.0.0.1:1", 1, term=term)
 
 
 async def test_a_process_that_takes_another_ones_name_is_told_and_not_known(registry: Registry, become: Become) -> None:
@@ -73,6 +73,48 @@ async def test_a_session_that_speaks_for_another_later_is_ended(registry: Regist
         welcome.set()
         assert "spoke for gateway-1" in (await anext(told)).fenced
     assert registry.roster.get(MemberId("gateway-1")) is None
+
+
+@pytest.mark.parametrize(
+    ("party", "role", "welcome"),
+    [
+        (Party.GATEWAY, Role.DECODE, False),
+        (Party.GATEWAY, Role.STORE, False),
+        (Party.PREFILL, Role.CONDUCTOR, False),
+        (Party.PREFILL, Role.BOTH, True),
+    ],
+)
+async def test_a_process_has_the_role_of_its_certificate(
+    registry: Registry, become: Become, party: Party, role: Role, welcome: bool
+) -> None:
+    become(party, "one")
+    peers = Membership(registry.address, TIMING, lambda why, replaced: None)
+    try:
+        if welcome:
+            await peers.join(gateway("one", role))
+        else:
+            with pytest.raises(ConfigError, match=f"one .{party}. may not be a {role}"):
+                await peers.join(gateway("one", role))
+        assert len(registry.roster.snapshot()) == welcome
+    finally:
+        await peers.leave()
+
+
+async def test_a_session_that_takes_another_role_later_is_ended(registry: Registry, become: Become) -> None:
+    become(Party.GATEWAY, "gateway-0")
+    welcome = asyncio.Event()
+
+    async def beats() -> AsyncIterator[pb.registry.MemberBeat]:
+        yield pb.registry.MemberBeat(member=to_wire(gateway("gateway-0"), pb.types.Member()), incarnation=1)
+        await welcome.wait()
+        yield pb.registry.MemberBeat(member=to_wire(gateway("gateway-0", Role.DECODE), pb.types.Member()), incarnation=1)
+        await asyncio.sleep(30)
+
+    async with dial(registry.address) as channel:
+        told = aiter(pb.registry_rpc.RegistryStub(channel).Join(beats(), timeout=20))
+        assert (await anext(told)).HasField("welcome")
+        welcome.set()
+        assert "turned from gateway into decode" in (await anext(told)).fenced
 
 
 async def test_deaths_are_reported_by_those_who_hold_the_proof(registry: Registry, become: Become) -> None:
