@@ -16,7 +16,7 @@ from moonpool.cluster.election import Lead as Leading  # within the service that
 from moonpool.cluster.roster import Fenced, Roster
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
-from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.ids import Incarnation, MemberId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
@@ -171,11 +171,12 @@ class Registry(pb.registry_rpc.RegistryServicer):
         return pb.registry.LeadReply(leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms)
 
     def _lead(self, member: MemberId, incarnation: Incarnation, known: int, held: int) -> Leading:
-        """Only who is live may lead; the terms of everybody known are known."""
+        """Only who is live may lead; the terms of all conductors known are known."""
         asker = self.roster.get(member)
         if asker is None or asker.liveness is not Liveness.LIVE or asker.member.incarnation != incarnation:
             return NOBODY
-        newest = max(known, *(change.member.term for change in self.roster.snapshot()))
+        members = (change.member for change in self.roster.snapshot())
+        newest = max(known, *(one.term for one in members if one.role is Role.CONDUCTOR))
         return self._election.ask(member, incarnation, newest, held, self._clock())
 
     # changes

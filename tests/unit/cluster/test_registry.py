@@ -166,6 +166,18 @@ async def test_a_registry_that_comes_back_empty_hears_everybody_again() -> None:
         await again.close()
 
 
+async def test_terms_that_others_than_conductors_say_are_nobodys() -> None:
+    async with cluster(2) as (_, (one, other)):
+        await one.peers.join(member("conductor-0", Role.CONDUCTOR))
+        await other.peers.join(replace(member("prefill-0"), term=2**64 - 1))
+        said = None
+        async with asyncio.timeout(10):
+            while said is None or not said.term:  # a registry that begins grants nothing for a whole lease
+                await asyncio.sleep(0.05)
+                said = await one.peers.lead(0)
+        assert (said.leader, said.term) == ("conductor-0", 1)
+
+
 async def test_a_taken_port_is_a_clear_error() -> None:
     async with cluster(0) as (registry, _):
         with pytest.raises(ConfigError, match="cannot listen"):
