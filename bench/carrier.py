@@ -161,7 +161,7 @@ def _child(*arguments: str) -> Iterator[_Child]:
 
 
 def _arena(folder: Path, name: str) -> Path:
-    path = folder / name
+    path = folder / f"moonpool+bench+{name}+0+0"  # as region files are called: no other is mapped
     with path.open("wb") as file:
         file.truncate(ARENA)
     return path

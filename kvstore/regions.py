@@ -216,8 +216,11 @@ class OwnRegions:
 def map_region(region: Region) -> NDArray[np.uint8]:
     """A host-mate's writable view of ``region``, [size] uint8. The mapping goes with the last view.
 
-    TransferFailed where the file is gone, is not a plain file of this user, or is smaller than its owner says.
+    TransferFailed where the file is gone, has another name than region files, is not a plain file of this user, or is smaller
+    than its owner says: whoever names it may be lying, and what is mapped is written into.
     """
+    if _NAME.match(Path(region.path).name) is None:
+        raise TransferFailed(f"region {region.number}: {region.path} is not called as region files are")
     try:
         fd = os.open(region.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as e:

@@ -130,12 +130,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_only_a_plain_file_of_the_right_size_is_mapped(tmp_path: Path) -> None:
-    file = tmp_path / "region"
+    file = tmp_path / "moonpool+c+a+1+0"
     file.write_bytes(bytes(SLOT))
-    link = tmp_path / "link"
+    link = tmp_path / "moonpool+c+a+1+1"
     link.symlink_to(file)
+    gone = tmp_path / "moonpool+c+a+1+2"
+    folder = tmp_path / "moonpool+c+a+1+3"
+    folder.mkdir()
+    other = tmp_path / "authorized_keys"
+    other.write_bytes(bytes(SLOT))
     assert map_region(Region(0, str(file), SLOT, SLOT)).size == SLOT
-    for path, size in ((file, 2 * SLOT), (link, SLOT), (tmp_path, SLOT), (tmp_path / "gone", SLOT), (file, 0)):
+    for path, size in ((file, 2 * SLOT), (link, SLOT), (folder, SLOT), (gone, SLOT), (other, SLOT), (file, 0)):
         with pytest.raises(TransferFailed, match="region 0"):
             map_region(Region(0, str(path), size, SLOT))
 

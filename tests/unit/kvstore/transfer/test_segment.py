@@ -49,9 +49,9 @@ def test_bytes_are_in_place_before_their_notice_is_sent(tmp_path: Path) -> None:
     node, source = Node(), pattern(SIZE)
     sender = SegmentSender(TransferConfig(), node.notify)
     sender.register([source])
-    done = sender.push(target_at(tmp_path / "r"), rows((0, 4096, 5000), (9000, 100_000, 70_000)), b"frame")
+    done = sender.push(target_at(tmp_path / "moonpool+c+a+1+3"), rows((0, 4096, 5000), (9000, 100_000, 70_000)), b"frame")
     assert node.called.acquire(timeout=5)
-    view = map_file(str(tmp_path / "r"), SIZE)
+    view = map_file(str(tmp_path / "moonpool+c+a+1+3"), SIZE)
     assert (view[4096 : 4096 + 5000] == source[:5000]).all()
     assert (view[100_000:170_000] == source[9000:79_000]).all()
     assert np.count_nonzero(view) == 75_000
@@ -63,7 +63,7 @@ def test_bytes_are_in_place_before_their_notice_is_sent(tmp_path: Path) -> None:
 
 
 def test_frames_that_gather_while_a_call_is_on_its_way_go_together(tmp_path: Path) -> None:
-    node, target = Node(), target_at(tmp_path / "r")
+    node, target = Node(), target_at(tmp_path / "moonpool+c+a+1+3")
     sender = SegmentSender(TransferConfig(), node.notify)
     sender.register([pattern(SIZE)])
     frames = [b"0", b"1", b"2", bytes(MAX_FRAME_BYTES), b"4"]
@@ -85,7 +85,7 @@ def test_frames_that_gather_while_a_call_is_on_its_way_go_together(tmp_path: Pat
 
 
 def test_a_call_that_fails_fails_its_pushes_and_the_next_ones_go_on(tmp_path: Path) -> None:
-    node, target = Node(), target_at(tmp_path / "r")
+    node, target = Node(), target_at(tmp_path / "moonpool+c+a+1+3")
     sender = SegmentSender(TransferConfig(), node.notify)
     sender.register([pattern(SIZE)])
     first = sender.push(target, rows((0, 0, 64)), b"1")
@@ -101,10 +101,12 @@ def test_a_call_that_fails_fails_its_pushes_and_the_next_ones_go_on(tmp_path: Pa
 
 
 def test_what_cannot_be_mapped_or_leaves_its_region_is_refused(tmp_path: Path) -> None:
-    node, target = Node(), target_at(tmp_path / "r")
+    node, target = Node(), target_at(tmp_path / "moonpool+c+a+1+3")
     sender = SegmentSender(TransferConfig(), node.notify)
     sender.register([pattern(SIZE)])
-    gone = Endpoint(NodeId("c"), Incarnation(1), 1, "ucx", "x", b"", (), (Region(0, str(tmp_path / "no"), SIZE, 4096),))
+    gone = Endpoint(
+        NodeId("c"), Incarnation(1), 1, "ucx", "x", b"", (), (Region(0, str(tmp_path / "moonpool+c+a+1+0"), SIZE, 4096),)
+    )
     with pytest.raises(TransferFailed, match="region 0"):
         sender.connect(gone).result(5)
     with pytest.raises(Bug, match="leave region"):
@@ -116,7 +118,7 @@ def test_what_cannot_be_mapped_or_leaves_its_region_is_refused(tmp_path: Path) -
 
 
 def test_closing_waits_for_the_call_under_way_and_fails_what_comes_after(tmp_path: Path) -> None:
-    node, target = Node(), target_at(tmp_path / "r")
+    node, target = Node(), target_at(tmp_path / "moonpool+c+a+1+3")
     sender = SegmentSender(TransferConfig(), node.notify)
     sender.register([pattern(SIZE)])
     first = sender.push(target, rows((0, 0, 64)), b"1")
