@@ -104,8 +104,11 @@ def reclaim(directory: Path, zeroise: bool = False) -> int:
         except OSError:
             continue
         try:
+            found = os.fstat(fd)
+            if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an owner in another PID namespace holds it
-            size = os.fstat(fd).st_size
+            size = found.st_size
             freed += size
             if zeroise and size:
                 np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=np.uint8)[:] = 0

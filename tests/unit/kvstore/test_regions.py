@@ -99,6 +99,15 @@ def test_files_of_dead_owners_are_reclaimed_and_others_are_not(tmp_path: Path) -
     live.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs privileges")
+def test_files_of_another_user_are_left_alone(tmp_path: Path) -> None:
+    theirs = tmp_path / "moonpool+c+a+999999999+0"
+    theirs.write_bytes(b"theirs")
+    os.chown(theirs, 12345, 12345)
+    assert reclaim(tmp_path, zeroise=True) == 0
+    assert theirs.read_bytes() == b"theirs"
+
+
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "small"
