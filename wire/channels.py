@@ -38,13 +38,20 @@ log = structlog.get_logger(__name__)
 
 
 def dial(address: str, *, options: Options = ()) -> grpc.aio.Channel:
-    """A channel to ``address`` (host:port), connected at its first call. Calls fail where the identity does not do."""
+    """A channel to ``address`` (host:port), connected at its first call. Calls fail where the identity does not do.
+
+    Where its files do not do any more, the last ones that did go on.
+    """
     folder = current_folder()
     if folder is None:
         return grpc.aio.insecure_channel(address, options=_with(*options))
 
+    own: Identity | None = None
+
     def make() -> grpc.aio.Channel:
-        credentials, more = _client(folder)
+        nonlocal own
+        own = _own(folder) or own
+        credentials, more = _client(own)
         return grpc.aio.secure_channel(address, credentials, options=_with(*options, *more))
 
     return RenewedChannel(make, lambda: version(folder))
@@ -55,7 +62,7 @@ def dial_blocking(address: str, *, options: Options = ()) -> grpc.Channel:
     folder = current_folder()
     if folder is None:
         return grpc.insecure_channel(address, options=_with(*options))
-    credentials, more = _client(folder)
+    credentials, more = _client(_own(folder))
     return grpc.secure_channel(address, credentials, options=_with(*options, *more))
 
 
@@ -84,12 +91,17 @@ def _with(*options: tuple[str, Any]) -> Options:
     return list((dict(CLIENT) | dict(options)).items())
 
 
-def _client(folder: Path) -> tuple[grpc.ChannelCredentials, Options]:
-    """Whoever cannot read its identity any more gets credentials that nobody of the cluster accepts: its calls fail."""
+def _own(folder: Path) -> Identity | None:
     try:
-        own = Identity.read(folder)
+        return Identity.read(folder)
     except ConfigError as e:
         log.error("identity_unreadable", why=e.message)
+        return None
+
+
+def _client(own: Identity | None) -> tuple[grpc.ChannelCredentials, Options]:
+    """Who could never read its identity gets credentials that nobody of the cluster accepts: its calls fail."""
+    if own is None:
         return grpc.ssl_channel_credentials(), ()
     credentials = grpc.ssl_channel_credentials(own.ca, own.key, own.cert)
     return credentials, (("grpc.ssl_target_name_override", own.says.principal.server_name),)

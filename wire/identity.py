@@ -75,14 +75,14 @@ def current_folder() -> Path | None:
 
 
 def version(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """Changes whenever a file of ``folder`` was replaced."""
+    """Changes whenever a file of ``folder`` was replaced, or who may read it."""
     found = []
     for name in names_in(folder):
         try:
             stat = (folder / name).stat()
         except OSError:
             continue
-        found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+        found.append((stat.st_ctime_ns, stat.st_ino, stat.st_size))
     return tuple(found)
 
 

@@ -246,6 +246,24 @@ async def test_a_channel_goes_on_with_a_new_certificate_once_its_connection_brok
     await channel.close()
 
 
+async def test_a_channel_whose_files_became_useless_goes_on_with_those_before_until_they_are_mended(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moonpool.wire.renewed.LOOK_S", 0.0)
+    mine = house.certificates.of(Party.GATEWAY, "gateway-0")
+    house.become(mine)
+    async with dial(house.address) as channel:
+        stub = pb.admin_rpc.AdminStub(channel)
+        assert (await stub.Stats(pb.types.Empty(), timeout=10)).words
+        house.certificates.of(Party.GATEWAY, "gateway-0")
+        (mine / "key.pem").chmod(0o644)
+        assert (await stub.Stats(pb.types.Empty(), timeout=10)).words
+        broken = channel.inner()
+        (mine / "key.pem").chmod(0o600)
+        assert (await stub.Stats(pb.types.Empty(), timeout=10)).words
+        assert channel.inner() is not broken
+
+
 async def test_streams_go_on_over_the_connection_they_began_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonpool.wire.renewed.LOOK_S", 0.0)
     house.become(house.certificates.of(Party.GATEWAY, "gateway-0"))
