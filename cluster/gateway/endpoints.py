@@ -196,9 +196,10 @@ class Endpoints:
                     self._metrics.finished(run.lifetime, run.choice.tokens)
 
     def _settle(self, visit: Visit) -> None:
-        """A prompt counts once something came of it."""
+        """A prompt counts once something came of it, or would have, had its client not left or given it so little time."""
         runs = visit.generation.runs if visit.generation is not None else ()
-        parts = [run.usage for run in runs if run.usage.completion]
+        cut = visit.outcome in _CUT
+        parts = [run.usage for run in runs if run.usage.completion or (cut and Instant.PLACED in run.lifetime.at)]
         taken = Usage(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
         visit.ticket.end(taken.prompt + taken.completion)
         if self._gate.tenants:

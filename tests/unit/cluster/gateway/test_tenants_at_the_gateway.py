@@ -130,6 +130,20 @@ async def test_what_was_reserved_and_not_generated_is_given_back(guarded: Guarde
     assert int(answer.headers["x-ratelimit-limit-tokens"]) == 100
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_prompt_whose_client_gave_it_up_once_it_was_placed_is_paid_for(guarded: Guarded, leaves: bool) -> None:
+    guarded.front.decode.script = silence
+    asked = asyncio.create_task(guarded.ask("short", {} if leaves else {"x-deadline-ms": "300"}))
+    await eventually(lambda: guarded.front.decode.jobs)
+    if leaves:
+        asked.cancel()
+        await eventually(lambda: not guarded.front.gateway.numbers()["requests_in_flight"])
+    else:
+        assert (await asked).status_code == 504
+    again = await guarded.ask("short")
+    assert (again.status_code, again.headers["x-ratelimit-remaining-tokens"]) == (429, "50")
+
+
 async def test_tenant_weight_priority_and_kind_go_along(guarded: Guarded) -> None:
     headers = {"x-moonpool-priority": "9", "x-moonpool-kind": "agent"}
     assert (await guarded.ask("bob", headers)).status_code == 200
