@@ -13,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1_000
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+MAX_FIELDS = 256  # of one object; the unknown ones among them are an error each
 _UINT32 = (1 << 32) - 1
 
 T = TypeVar("T")
@@ -24,6 +25,13 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise refusal("body", f"an object in it has {len(value)} fields; leave out those that mean nothing")
+        return value
 
 
 class StreamOptions(_Body):
@@ -143,7 +151,7 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None

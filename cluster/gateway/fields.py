@@ -117,7 +117,7 @@ def _known(kind: type[BaseModel], body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, n=1)
+    found = difflib.get_close_matches(name[:100], known, n=1)
     return f"did you mean {found[0]!r}?" if found else "leave it out"
 
 

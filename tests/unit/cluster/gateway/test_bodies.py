@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
+from moonpool.cluster.gateway.fields import _explain
 from moonpool.core.errors import InvalidRequest
 
 USER = [{"role": "user", "content": "hi"}]
@@ -111,6 +113,28 @@ def test_messages_that_are_not_a_conversation(messages: Any, param: str) -> None
 def test_bodies_that_are_no_json_object(raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^body: "):
         parse_chat(raw)
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (b'"tool_calls":[' + b"1," * 100_000 + b"1]", r"messages\[0\]\.tool_calls\[0\]"),
+        (b",".join(b'"%x":1' % i for i in range(100_000)), r"body: an object in it has 100001 fields"),
+    ],
+)
+def test_a_body_with_very_many_mistakes_costs_no_more_than_one(
+    message: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def explain(errors: list[Any], hints: Mapping[str, str]) -> InvalidRequest:
+        told.append(len(errors))
+        return _explain(errors, hints)
+
+    monkeypatch.setattr("moonpool.cluster.gateway.fields._explain", explain)
+    with pytest.raises(InvalidRequest, match=says):
+        parse_chat(b'{"model":"m","messages":[{"role":"user",' + message + b"}]}")
+    assert told == [1]
 
 
 def test_missing_fields_are_named() -> None:
