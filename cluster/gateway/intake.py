@@ -32,6 +32,7 @@ DEADLINE_HEADER = "x-deadline-ms"
 PRIORITY_HEADER = "x-moonpool-priority"
 KIND_HEADER = "x-moonpool-kind"
 MAX_KIND_CHARS = 64
+LEAST_MS = 1e-3  # what is divided by a target has to stay a number
 
 
 class Intake:
@@ -166,7 +167,7 @@ def _target(headers: Mapping[str, str], name: str, default: float, zero: str = "
         value = default if raw is None else float(raw)
     except ValueError:
         value = math.nan
-    if not (0 <= value < math.inf):
+    if not (value == 0 or LEAST_MS <= value < math.inf):
         raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for {zero}", param=name)
     return value or None
 

@@ -158,7 +158,7 @@ async def test_targets_come_from_the_configuration_unless_a_header_says_otherwis
             assert (await tiny.client.post("/v1/completions", json=body(""), headers=headers)).status_code == 200
             assert tiny.conductor.placed[-1].targets.ttft_ms == right
             assert tiny.conductor.placed[-1].targets.tbt_ms is None
-        for bad in ("soon", "-1", "nan", "inf"):
+        for bad in ("soon", "-1", "nan", "inf", "5e-324", "1e400"):
             answer = await tiny.client.post("/v1/completions", json=body(""), headers={"x-ttft-target-ms": bad})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-ttft-target-ms")
 
