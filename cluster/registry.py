@@ -16,7 +16,7 @@ from moonpool.cluster.election import Lead as Leading  # within the service that
 from moonpool.cluster.roster import Fenced, Roster
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError, LayoutMismatch, MoonpoolError
-from moonpool.core.ids import Incarnation, MemberId, Role
+from moonpool.core.ids import Incarnation, MemberId, Role, checked_name
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.wire import channels, pb
 from moonpool.wire.convert import from_wire, to_wire
@@ -119,6 +119,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
 
     def _join(self, beat: pb.registry.MemberBeat) -> Member:
         member = from_wire(beat.member, Member)
+        checked_name(member.id, "id")
+        checked_name(member.node, "node")
         self._tell(self.roster.join(member, self._clock()))
         return member
 
@@ -141,7 +143,7 @@ class Registry(pb.registry_rpc.RegistryServicer):
                     self.roster.beat(member.id, member.incarnation, self._clock())
         except Fenced as e:
             fence = e
-        except LayoutMismatch as e:
+        except (ConfigError, LayoutMismatch) as e:
             fence = Fenced(e.message)
         finally:
             _say(fences, fence)  # a stream that broke ends like one that was closed: only `leaving` tells

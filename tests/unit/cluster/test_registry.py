@@ -140,6 +140,14 @@ async def test_a_newer_life_fences_the_older_one() -> None:
         assert (known.member.incarnation, known.liveness) == (2, Liveness.LIVE)
 
 
+@pytest.mark.parametrize("wrong", [replace(member("a"), node=NodeId("../a")), member("a\x1b[31m")])
+async def test_names_that_are_none_are_refused(wrong: Member) -> None:
+    async with cluster(1) as (registry, (seen,)):
+        with pytest.raises(LayoutMismatch, match="is not a name"):
+            await seen.peers.join(wrong)
+        assert registry.roster.snapshot() == []
+
+
 async def test_a_different_model_is_refused_naming_both() -> None:
     async with cluster(2) as (_, (one, other)):
         await one.peers.join(replace(member("prefill-0"), model="smollm2"))
