@@ -24,6 +24,7 @@ from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, Service
+from moonpool.wire.status import being_cancelled
 
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
@@ -245,7 +246,9 @@ class Process:
                 else:
                     self._member = replace(self._member, ready=True)
                     await peers.join(self._member)
-        except Exception as e:  # noqa: BLE001  whatever it is, a life that cannot begin must not linger half-way
+        except (Exception, asyncio.CancelledError) as e:
+            if being_cancelled():
+                raise
             self._log.error("cannot come back", exc_info=e)
             self._die(EXIT_FENCED)
             return
@@ -285,7 +288,9 @@ class Process:
                 await asyncio.to_thread(keep_role, self.spec.state_dir, self.spec.member, role)
                 self._member = replace(self._member, role=role, incarnation=self._incarnations.next())
                 await self._live_again(made, again, peers)
-        except Exception as e:  # noqa: BLE001  a restart comes back in the new role
+        except (Exception, asyncio.CancelledError) as e:
+            if being_cancelled():
+                raise
             self._log.error("cannot switch", role=role.value, exc_info=e)
             self._die(EXIT_FENCED)
             return

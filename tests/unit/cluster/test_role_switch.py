@@ -63,7 +63,7 @@ class House:
         self.told: list[tuple[str, str, bool]] = []
         self.died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.said: asyncio.Queue[str] = asyncio.Queue()
-        self.broken = False
+        self.broken: BaseException | None = None
 
     async def start(self) -> None:
         address = await self.registry.start("127.0.0.1")
@@ -76,8 +76,8 @@ class House:
 
     async def _make(self, spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
         async def again(member: Member) -> tuple[Service, Member]:
-            if self.broken:
-                raise RuntimeError("no room for another life")
+            if self.broken is not None:
+                raise self.broken
             return self._service(member.role), member
 
         return Made(self._service(spec.role), member, again if spec.role is not Role.GATEWAY else None)
@@ -178,9 +178,16 @@ async def test_a_restart_keeps_the_new_role_and_a_new_cluster_begins_as_configur
     assert role_switch.in_kept_role(h.spec).role is Role.PREFILL
 
 
-async def test_a_switch_that_fails_ends_the_process_which_then_restarts_in_the_new_role(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [RuntimeError("no room for another life"), asyncio.CancelledError("a channel was closed under a call")],
+    ids=["error", "call ended from outside"],
+)
+async def test_a_switch_that_fails_ends_the_process_which_then_restarts_in_the_new_role(
+    tmp_path: Path, broken: BaseException
+) -> None:
     async with house(tmp_path) as h:
-        h.broken = True
+        h.broken = broken
         h.process.switch("decode")
         await asyncio.wait_for(h.died, 5.0)
         assert role_switch.in_kept_role(h.spec).role is Role.DECODE
