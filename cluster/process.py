@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from moonpool.cluster.role_switch import checked_role, keep_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Role
-from moonpool.core.membership import Liveness, Member, Service
+from moonpool.core.membership import Liveness, Member, Service, WorkerReport
 from moonpool.wire.status import being_cancelled
 
 EXIT_STOPPED = 0
@@ -53,6 +54,22 @@ class Made:
     again: Again | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
     leave: Callable[[Service], Awaitable[None]] | None = None
+
+
+class BetweenLives:
+    """Stands for a service that is over while the next one starts."""
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    def words(self) -> dict[str, str]:
+        return {}
+
+    def report(self) -> WorkerReport | None:
+        return None
+
+    async def close(self) -> None:
+        pass
 
 
 Make = Callable[[RoleSpec, Member, Membership, Say], Awaitable[Made]]
@@ -258,7 +275,9 @@ class Process:
         await self._end_service(made)
         if self._face:
             await self._face.stop(0)
+        made.service = BetweenLives()
         face = self._open_face()
+        gc.collect()  # the old life hangs in cycles, and a pool's memory with it, which the new one may need
         made.service, self._member = await again(self._member)
         await self._serve(face, made.service, peers)
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+import weakref
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -64,6 +65,7 @@ class House:
         self.died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.said: asyncio.Queue[str] = asyncio.Queue()
         self.broken: BaseException | None = None
+        self.on_again: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         address = await self.registry.start("127.0.0.1")
@@ -76,6 +78,7 @@ class House:
 
     async def _make(self, spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
         async def again(member: Member) -> tuple[Service, Member]:
+            self.on_again()
             if self.broken is not None:
                 raise self.broken
             return self._service(member.role), member
@@ -158,6 +161,18 @@ async def test_a_worker_drains_leaves_and_is_back_as_a_newer_life_of_the_other_r
         h.process.switch("prefill", 5.0)
         await h.live_as(Role.PREFILL)
         assert not h.died.done()
+
+
+async def test_nothing_of_a_life_takes_memory_any_more_when_the_next_one_begins(tmp_path: Path) -> None:
+    async with house(tmp_path) as h:
+        service = h.services.pop()
+        service.itself = service  # type: ignore[attr-defined]  # as services hang together
+        before, left = weakref.ref(service), list[object]()
+        del service
+        h.on_again = lambda: left.append(before())
+        h.process.switch("decode", 5.0)
+        await h.live_as(Role.DECODE)
+        assert left == [None]
 
 
 async def test_what_does_not_finish_in_time_is_left_to_the_next_attempt(tmp_path: Path) -> None:
