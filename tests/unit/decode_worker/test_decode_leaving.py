@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.split import Split, split_path
 
 from moonpool.core.errors import Reason
@@ -65,13 +66,14 @@ async def test_what_cannot_be_finished_is_handed_over_with_its_blocks_in_the_poo
 
 
 async def test_one_who_would_be_too_slow_goes_elsewhere_at_once_where_there_is_somebody(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(leaving, "MEASURE_S", 0.1)  # a fast machine is through with 900 tokens in less than a second
     async with split_path(tmp_path, tiny_model) as split:
         another(split)
         running = split.gateway.begin(split.asker.request(ids(40), max_tokens=900))
         await running.count(3)
-        draining = asyncio.create_task(split.decode.drain(leaving.MEASURE_S + 0.4))
+        draining = asyncio.create_task(split.decode.drain(0.2))
         await asyncio.wait_for(running.over.wait(), 20.0)
         await draining
         assert running.error is not None and running.error.reason is Reason.MOVED

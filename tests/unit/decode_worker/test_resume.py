@@ -17,6 +17,7 @@ from support.workers import Answer
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import Segment, Source
 from moonpool.core.request import FinishReason, Request
+from moonpool.prefill_worker import incoming
 
 SIZE = 16
 TOTAL = 70  # tokens of prompt and answer
@@ -57,6 +58,12 @@ async def resumed(split: Split, request: Request, emitted: list[int]) -> Answer:
 
 def counted(split: Split) -> dict[str, float]:
     return {name: split.prefills[0].numbers().get(f"{name}_count", 0) for name in ("prompt_tokens", "reused_tokens")}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fetch is late, however busy the machine is: what is late is computed."""
+    monkeypatch.setattr(incoming, "patience_s", lambda expected_s, computing_s: 30.0)
 
 
 @asynccontextmanager
