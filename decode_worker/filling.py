@@ -29,9 +29,8 @@ from moonpool.decode_worker.live import Live
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.client import LandingFailure
 from moonpool.kvstore.link import StoreLink
-from moonpool.wire.channels import dial
+from moonpool.wire.channels import MAX_MESSAGE_BYTES, dial
 
-MAX_MESSAGE_BYTES = 64 << 20
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 

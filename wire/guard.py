@@ -12,6 +12,7 @@ import structlog
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.principal import Principal
+from moonpool.wire.handlers import with_behaviour
 from moonpool.wire.rights import alike, may, name_of
 
 URI = "peer_uri"  # gRPC's name for the URIs among a certificate's alternative names
@@ -93,15 +94,4 @@ def _wrapped(handler: Any, method: str, check: Callable[[Any, str], Awaitable[No
             async for answer in answers:
                 yield answer
 
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
-    behaviour = stream if inspect.isasyncgenfunction(inner) else call
-    return make(
-        behaviour,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+    return with_behaviour(handler, stream if inspect.isasyncgenfunction(inner) else call)

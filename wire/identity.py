@@ -18,6 +18,8 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.principal import IDENTITY, Principal
 
 NAMES = (("ca.pem", "cert.pem", "key.pem"), ("ca.crt", "tls.crt", "tls.key"))
+FIELD = "security.tls"
+REMEDY = "make it with `moonpool certs make`, or name another folder"
 MAX_BYTES = 256 << 10  # of one file
 ATTEMPTS = 3  # files may be replaced between the reading of two of them
 
@@ -96,16 +98,19 @@ def names_in(folder: Path) -> tuple[str, str, str]:
     return next((names for names in NAMES if (folder / names[1]).exists()), NAMES[0])
 
 
-def require_private(key: Path) -> None:
-    """ConfigError where others than the owner can read ``key`` (a group may where it is not ours: mounted secrets)."""
+def require_private(key: Path, field: str = FIELD, remedy: str = REMEDY) -> None:
+    """ConfigError where others than the owner can read ``key`` (a group may where it is not ours: mounted secrets).
+
+    ``field`` names it; ``remedy``: what to do where it cannot be read at all.
+    """
     try:
         found = key.stat()
     except OSError as e:
-        raise _unreadable(key, e) from e
+        raise _unreadable(key, e, field, remedy) from e
     forbidden = 0o077 if found.st_uid == os.geteuid() else 0o037
     if found.st_mode & forbidden:
         mode = found.st_mode & 0o777
-        raise ConfigError(f"security.tls: {key} has mode {mode:04o}, others can read it; `chmod 600 {key}`")
+        raise ConfigError(f"{field}: {key} has mode {mode:04o}, others can read it; `chmod 600 {key}`", param=field)
 
 
 def _bytes(path: Path) -> bytes:
@@ -119,10 +124,8 @@ def _bytes(path: Path) -> bytes:
     return text
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"security.tls: cannot read {path}: {error.strerror}; make it with `moonpool certs make`, or name another folder"
-    )
+def _unreadable(path: Path, error: OSError, field: str = FIELD, remedy: str = REMEDY) -> ConfigError:
+    return ConfigError(f"{field}: cannot read {path}: {error.strerror}; {remedy}", param=field)
 
 
 def _load(path: Path, text: bytes) -> x509.Certificate:

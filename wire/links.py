@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from moonpool.core.membership import PROTOCOL
+from moonpool.wire.handlers import with_behaviour
 
 KEEPALIVE_S = 2.0
 ANSWER_S = 4.0
@@ -67,12 +68,4 @@ def _refusing(handler: Any, other: str) -> Any:
     async def refuse(_: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
 
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }
-    return kinds[handler.request_streaming, handler.response_streaming](
-        refuse, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-    )
+    return with_behaviour(handler, refuse)

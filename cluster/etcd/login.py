@@ -48,12 +48,10 @@ def _text(path: str, name: str, *, private: bool = False) -> bytes:
         return b""
     try:
         if private:
-            require_private(Path(path))
+            require_private(Path(path), f"security.{name}", "name another file")
         with open(path, "rb") as f:
             return f.read(MAX_BYTES)
     except OSError as e:
         raise ConfigError(
             f"security.{name}: cannot read {path}: {e.strerror}; name another file", param=f"security.{name}"
         ) from e
-    except ConfigError as e:
-        raise ConfigError(e.message.replace("security.tls", f"security.{name}", 1), param=f"security.{name}") from e

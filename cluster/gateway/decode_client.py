@@ -20,13 +20,12 @@ from moonpool.core.membership import Liveness, MemberChange, Peers
 from moonpool.core.placement import Placement, WorkerRef
 from moonpool.core.request import Attempt, Emission
 from moonpool.wire import pb
-from moonpool.wire.channels import dial
+from moonpool.wire.channels import MAX_MESSAGE_BYTES, dial
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import why_unreachable
 
 _log = structlog.get_logger()
 
-MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

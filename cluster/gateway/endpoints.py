@@ -200,7 +200,7 @@ class Endpoints:
         runs = visit.generation.runs if visit.generation is not None else ()
         cut = visit.outcome in _CUT
         parts = [run.usage for run in runs if run.usage.completion or (cut and Instant.PLACED in run.lifetime.at)]
-        taken = Usage(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
+        taken = Usage.total(parts)
         visit.ticket.end(taken.prompt + taken.completion)
         if self._gate.tenants:
             with self._metrics.guarded():

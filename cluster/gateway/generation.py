@@ -53,8 +53,7 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Of all choices together: every prompt counted once."""
-        parts = [run.usage for run in self.runs]
-        return Usage(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
+        return Usage.total([run.usage for run in self.runs])
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
         """(choice, piece) until every choice has finished; raises the first error of any of them."""

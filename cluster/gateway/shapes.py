@@ -21,6 +21,10 @@ class Usage:
     completion: int
     cached: int
 
+    @classmethod
+    def total(cls, parts: Sequence[Usage]) -> Usage:
+        return cls(sum(p.prompt for p in parts), sum(p.completion for p in parts), sum(p.cached for p in parts))
+
     def json(self) -> JSON:
         return {
             "prompt_tokens": self.prompt,

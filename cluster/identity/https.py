@@ -61,7 +61,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION
     context.set_alpn_protocols(["http/1.1"])
     try:
-        _require_key(key)
+        require_private(key, "security.https_key", "make it with `moonpool certs make --https HOST`, or name another file")
         context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as e:
         why = (e.reason if isinstance(e, ssl.SSLError) else e.strerror) or "there is no certificate in it"
@@ -94,11 +94,3 @@ def trusting(cert: str, *, names: bool = True) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as e:
         raise ConfigError(f"security.https_cert: cannot read {cert} ({e}); give a PEM file", param="security.https_cert") from e
     return context
-
-
-def _require_key(key: Path) -> None:
-    try:
-        require_private(key)
-    except ConfigError as e:
-        told = e.message.replace("security.tls", "security.https_key", 1).replace("certs make`", "certs make --https HOST`")
-        raise ConfigError(told.replace("another folder", "another file"), param="security.https_key") from e
