@@ -110,7 +110,8 @@ class FollowedKeys:
     """The keys in ``path``, read again once it has changed. A change that cannot be read leaves things as they are."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        book, self._mark = _read(path)
+        book, mark = _read(path)
+        self._mark: Mark | None = mark
         self._path = path
         self._clock = clock
         self._keys = Keys(book)
@@ -124,15 +125,18 @@ class FollowedKeys:
         return self._keys
 
     def _look(self) -> None:
+        """One complaint about each change, also about a file that is gone."""
         try:
-            mark = _mark(self._path.stat())
-            if mark == self._mark:
-                return
-            self._mark = mark  # one complaint about each change
+            mark: Mark | None = _mark(self._path.stat())
+        except OSError:
+            mark = None
+        if mark == self._mark:
+            return
+        self._mark = mark
+        try:
             book, self._mark = _read(self._path)
-        except (ConfigError, OSError) as e:
-            if self._mark is not None:
-                _log.warning("api keys not read again", error=str(e))
+        except ConfigError as e:
+            _log.warning("api keys not read again", error=str(e))
             return
         self._keys = Keys(book)
         _log.info("api keys read again", keys=len(book.keys), tenants=len(book.tenant_names))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from moonpool.cluster.gateway.tenants.book import Access, Book, Keys, parse, to_toml
 from moonpool.cluster.gateway.tenants.caller import Caller
@@ -125,6 +126,18 @@ def test_a_changed_file_is_followed_and_a_broken_one_leaves_things_as_they_are(t
     clock.now += LOOK_S
     with pytest.raises(Unauthorised):
         follow().holder(f"Bearer {token}", NOW)
+
+
+def test_a_file_that_is_gone_is_complained_of_once(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys.toml", Clock()
+    edit_book(path, lambda book: {"keys": []})
+    follow = FollowedKeys(path, clock)
+    path.unlink()
+    with capture_logs() as told:
+        for _ in range(3):
+            clock.now += LOOK_S
+            follow()
+    assert [line["event"] for line in told] == ["api keys not read again"]
 
 
 def test_a_changed_file_that_was_open_to_others_is_read_once_its_mode_is_right(tmp_path: Path) -> None:
