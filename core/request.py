@@ -16,12 +16,38 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class GuideKind(StrEnum):
+    """What a ``Guide``'s text is."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What an answer must look like: ids that would leave it are never drawn."""
+
+    kind: GuideKind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Added to the logit of ``token`` before anything else."""
+
+    token: int
+    bias: float
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next id is drawn. Validated once, at the gateway.
 
     ``seed`` is always set (the gateway draws one), because a resumed attempt must draw the same numbers.
     ``logprobs`` is the number of most likely alternatives reported beside each sampled id; None reports none.
+    ``prompt_logprobs`` says the same of the prompt's ids.
     """
 
     max_tokens: int
@@ -36,6 +62,10 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    min_p: float = 0.0  # of the likeliest id's probability; less likely ids are not drawn
+    logit_bias: tuple[LogitBias, ...] = ()
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, slots=True)
