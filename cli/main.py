@@ -34,11 +34,11 @@ from moonpool.core.errors import MoonpoolError
 
 
 @dataclass(slots=True)
-class _Choices:
+class Choices:
     debug: bool = False
 
 
-def build(choices: _Choices) -> typer.Typer:
+def build(choices: Choices) -> typer.Typer:
     app = typer.Typer(
         name="moonpool",
         help="A prefill/decode-disaggregated LLM serving cluster with one pooled KV store.",
@@ -85,7 +85,7 @@ def version() -> None:
 
 def run() -> None:
     """The console script. Errors we raise on purpose are one line and exit code 2."""
-    choices = _Choices()
+    choices = Choices()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write a line for every connection that speaks no TLS
     try:
         build(choices)()

@@ -7,7 +7,7 @@ import pytest
 from support.sim_trace import conversations
 from typer.testing import CliRunner
 
-from moonpool.cli.main import _Choices, build
+from moonpool.cli.main import Choices, build
 from moonpool.core.errors import MoonpoolError
 from moonpool.loadgen.trace import write_trace
 
@@ -22,7 +22,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulate(*words: str) -> tuple[str, BaseException | None]:
-    done = CliRunner().invoke(build(_Choices()), ["simulate", *words])
+    done = CliRunner().invoke(build(Choices()), ["simulate", *words])
     return done.stdout, done.exception
 
 

@@ -9,14 +9,14 @@ import pytest
 from support.certificates import OVER, Certificates
 from typer.testing import CliRunner, Result
 
-from moonpool.cli.main import _Choices, build
+from moonpool.cli.main import Choices, build
 from moonpool.core.principal import Party
 from moonpool.wire.identity import Identity
 
 
 def certs(folder: Path, *words: str) -> Result:
     where = ("--set", f"cluster.state_dir={folder}", "--name", "test")
-    return CliRunner().invoke(build(_Choices()), ["certs", *words, *where])
+    return CliRunner().invoke(build(Choices()), ["certs", *words, *where])
 
 
 def test_what_is_made_is_shown_and_good_for_its_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moonpool.cli.main import _Choices, build
+from moonpool.cli.main import Choices, build
 from moonpool.cli.plan import PROFILES
 from moonpool.core.errors import ConfigError
 
@@ -15,7 +15,7 @@ MODEL = Path(__file__).parents[2] / "fixtures/llama-3-70b"
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(build(_Choices()), ["plan", *map(str, arguments)], catch_exceptions=False)
+    result = CliRunner().invoke(build(Choices()), ["plan", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -18,7 +18,7 @@ from support.tiny_tokenizer import write_tiny_model
 from typer.testing import CliRunner, Result
 
 from moonpool.cli import store_calls
-from moonpool.cli.main import _Choices, build
+from moonpool.cli.main import Choices, build
 from moonpool.cluster.gateway.tokenizer import Tokenizer
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
 from moonpool.core.blocks import BlockHasher, key_id, load_hash_key, namespace
@@ -34,7 +34,7 @@ class Shell:
 
     def __init__(self, cluster: StoreCluster, beside: Beside, home: Path) -> None:
         self.cluster, self.beside = cluster, beside
-        self._app = build(_Choices())
+        self._app = build(Choices())
         self._home, self.named = str(home), cluster.registry
 
     def __call__(self, *words: str, typed: str = "") -> Result:
