@@ -82,7 +82,7 @@ async def test_cached_tokens_grow_over_the_turns_of_a_conversation(cluster: Loca
 
 async def test_a_target_that_the_load_would_miss_is_refused_and_accepted_when_idle(cluster: LocalCluster) -> None:
     async with cluster.client() as client:
-        for seed in range(12):  # reports to fit the estimates on
+        for seed in range(9):  # reports to fit the estimates on
             await complete(client, prompt(300 + 60 * seed, seed), 2)
         alone = await complete(client, prompt(600, 90), 2)
         assert alone.status == 200

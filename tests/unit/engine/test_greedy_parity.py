@@ -12,7 +12,7 @@ from moonpool.engine.engine import Engine
 pytestmark = pytest.mark.model
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 500)
-OUTPUTS = 32
+OUTPUTS = 16
 
 
 @pytest.fixture
