@@ -23,18 +23,18 @@ class GrpcFace(Protocol):
 
 
 class Face:
-    """Bound when made, serving once started. ConfigError: ``host`` is no address of this machine."""
+    """Bound when made (port 0: any free one), serving once started. ConfigError: taken, or ``host`` none of this machine's."""
 
-    def __init__(self, host: str, admin: Admin) -> None:
+    def __init__(self, host: str, port: int, admin: Admin) -> None:
         self._server = server()
         self._health = HealthServicer()
         pb.admin_rpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
-            port = bind(self._server, f"{host}:0")
+            bound = bind(self._server, f"{host}:{port}")
         except RuntimeError as e:
-            raise ConfigError(f"cluster.host: cannot listen on {host!r}; give an address of this machine") from e
-        self.address = f"{host}:{port}"
+            raise _cannot_listen(host, port) from e
+        self.address = f"{host}:{bound}"
 
     async def start(self, service: Service) -> None:
         """Health says not serving until told otherwise."""
@@ -49,3 +49,13 @@ class Face:
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
+
+
+def _cannot_listen(host: str, port: int) -> ConfigError:
+    if not port:
+        return ConfigError(f"cluster.host: cannot listen on {host!r}; give an address of this machine", param="cluster.host")
+    return ConfigError(
+        f"cluster.port: cannot listen on {host}:{port}; choose another, or 0 for any free one, and as cluster.host an address "
+        "of this machine",
+        param="cluster.port",
+    )

@@ -15,6 +15,7 @@ from moonpool.core.membership import Liveness, MemberChange
 
 LOOK_S = 0.05
 LANDINGS_QUIET_S = 0.4  # none for so long: what was placed before readiness ended has begun
+END_S = 15.0  # after it has left in order: what closing a process takes at the most
 WORKERS = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
@@ -27,6 +28,15 @@ class Drains(Protocol):
 
         May be called again, with another limit, also while an earlier call was cancelled half-way.
         """
+
+
+def end_s(config: Config, role: Role) -> float:
+    """Seconds from the signal to the end of a process of ``role``, at the most. Who ends processes has to wait so long.
+
+    A store node waits for its host's workers and for landings before it moves its blocks away.
+    """
+    before = config.timing.drain_ms / 1e3 + budget_s(config, role) if role is Role.STORE else 0.0
+    return before + budget_s(config, role) + END_S
 
 
 def budget_s(config: Config, role: Role) -> float:

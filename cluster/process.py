@@ -213,7 +213,7 @@ class Process:
             self.switch,
             lambda term: self._peers.terms.check(term) if self._peers else None,
         )
-        self._face = Face(self.spec.config.cluster.host, admin)
+        self._face = Face(self.spec.config.cluster.host, self.spec.config.cluster.port, admin)
         self._member = replace(self._member, address=self._face.address)
         return self._face
 

@@ -77,6 +77,7 @@ class TransferConfig(_Values):
     )
     ucx_tls: str = Field("tcp", description="UCX_TLS; anything but tcp is refused between node ids on one machine")
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES; empty: UCX chooses")
+    port: int = Field(0, ge=0, le=65_535, description="port where a store node takes KV by tcp; 0: any free one, announced")
     throttle_bytes_per_s: float = Field(0.0, ge=0, description="token bucket before each post; 0: none")
 
 
@@ -178,6 +179,7 @@ class ClusterConfig(_Values):
     )
     launcher: Literal["ray", "process"] = Field("ray", description="who places and restarts the processes")
     host: str = Field("127.0.0.1", description="address the control ports bind to and announce")
+    port: int = Field(0, ge=0, le=65_535, description="port of a process's control calls (gRPC); 0: any free one, announced")
     probe_host: str = Field("127.0.0.1", description="address that /live, /ready and /metrics of every process bind to")
     probe_port: int = Field(0, ge=0, le=65_535, description="their port; 0: any free one, shown by `status`")
     registry: str = Field("", description="host:port, or etcd://host:port,...; empty: embedded in the launcher")

@@ -33,9 +33,10 @@ def load_key(path: Path, param: str) -> bytes:
 
 
 def require_private(path: Path, param: str) -> None:
-    """ConfigError where others than its owner may read or write the file."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & OTHERS:
+    """ConfigError where others than its owner may read or write the file (a group may read what is not ours: mounted secrets)."""
+    found = path.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & (OTHERS if found.st_uid == os.geteuid() else OTHERS & ~stat.S_IRGRP):
         raise ConfigError(f"{param}: {path} has mode {mode:04o}, others may use it; chmod 600 it", param=param)
 
 

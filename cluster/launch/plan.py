@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from moonpool.cluster.leaving import budget_s
+from moonpool.cluster.leaving import END_S, end_s
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
@@ -26,7 +26,6 @@ ENDS: tuple[tuple[Role, ...], ...] = (
     (Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR),
     (Role.STORE,),
 )
-END_S = 15.0  # after its own budget: what closing a process takes at the most
 
 
 def ends(config: Config, members: Iterable[tuple[MemberId, Role]]) -> list[tuple[list[MemberId], float]]:
@@ -36,13 +35,13 @@ def ends(config: Config, members: Iterable[tuple[MemberId, Role]]) -> list[tuple
     for roles in ENDS:
         stage = [member for member, role in reversed(started) if role in roles]
         if stage:
-            found.append((stage, max(budget_s(config, role) for role in roles) + END_S))
+            found.append((stage, max(end_s(config, role) for role in roles)))
     return found
 
 
 def patience_s(config: Config) -> float:
     """What an orderly end of a whole cluster takes at the most, in seconds."""
-    return END_S + sum(END_S + max(budget_s(config, role) for role in roles) for roles in ENDS)
+    return END_S + sum(max(end_s(config, role) for role in roles) for roles in ENDS)
 
 
 def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:
@@ -62,7 +61,7 @@ def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpe
                     counts[role] = number + 1
                     name = f"store-{node.name}" if role is Role.STORE else f"{role.value}-{number}"
                     own = _own_port(config, number) if role is Role.GATEWAY else config
-                    own = _own_probe_port(own, sum(counts.values()) - 1)
+                    own = _own_ports(own, role, number, sum(counts.values()) - 1)
                     stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, model_dir))
         stages.append(stage)
     return stages
@@ -81,7 +80,12 @@ def _require_ports(config: Config) -> None:
     nodes = config.cluster.nodes
     gateways = sum(node.gateway for node in nodes)
     processes = len(nodes) + gateways + sum(node.prefill + node.decode + node.both + node.conductor for node in nodes)
-    ports = (("cluster.probe_port", config.cluster.probe_port, processes), ("gateway.port", config.gateway.port, gateways))
+    ports = (
+        ("cluster.port", config.cluster.port, processes),
+        ("cluster.probe_port", config.cluster.probe_port, processes),
+        ("transfer.port", config.transfer.port, len(nodes)),
+        ("gateway.port", config.gateway.port, gateways),
+    )
     for key, first, count in ports:
         if first and first + count - 1 > LAST_PORT:
             raise ConfigError(
@@ -98,9 +102,10 @@ def _own_port(config: Config, number: int) -> Config:
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"port": config.gateway.port + number})})
 
 
-def _own_probe_port(config: Config, number: int) -> Config:
-    """Processes after the first take the ports above it."""
-    if not number or not config.cluster.probe_port:
-        return config
-    ports = {"probe_port": config.cluster.probe_port + number}
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=ports)})
+def _own_ports(config: Config, role: Role, number: int, process: int) -> Config:
+    """Processes after the first (of all), and store nodes after the first, take the ports above the ones that were chosen."""
+    cluster, transfer = config.cluster, config.transfer
+    ports = {name: getattr(cluster, name) + process for name in ("port", "probe_port") if getattr(cluster, name)}
+    kv = {"port": transfer.port + number} if transfer.port and role is Role.STORE else {}
+    update = {"cluster": cluster.model_copy(update=ports), "transfer": transfer.model_copy(update=kv)}
+    return config.model_copy(update=update)

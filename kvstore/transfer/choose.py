@@ -118,7 +118,7 @@ def offered(config: TransferConfig, devices: Path = DEVICES, *, sealed: bool = F
 
 def _make_receiver(carrier: str, config: TransferConfig, member: Member, on_notices: OnNotices, key: KvKey | None) -> Receiver:
     if carrier == "tcp":
-        return TcpReceiver(member, on_notices, key=key)
+        return TcpReceiver(member, on_notices, key=key, port=config.port)
     if carrier == "ucx":
         from moonpool.kvstore.transfer.ucx_receiver import UcxReceiver
 

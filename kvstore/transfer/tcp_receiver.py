@@ -37,12 +37,18 @@ log = structlog.get_logger(__name__)
 
 
 class TcpReceiver:
-    """See ``carrier.Receiver``. Binds a free port of the member's own host. With a ``key``, only its holders can push."""
+    """See ``carrier.Receiver``. Binds ``port`` (0: a free one) of the member's own host.
+
+    With a ``key``, only its holders can push.
+    """
 
     carrier = "tcp"
 
-    def __init__(self, member: Member, on_notices: OnNotices, *, hello_s: float = HELLO_S, key: KvKey | None = None) -> None:
+    def __init__(
+        self, member: Member, on_notices: OnNotices, *, hello_s: float = HELLO_S, key: KvKey | None = None, port: int = 0
+    ) -> None:
         self._member = member
+        self._port = port
         self._key = key
         self._on_notices = on_notices
         self._hello_s = hello_s
@@ -70,7 +76,7 @@ class TcpReceiver:
         extents = Extents(dict.fromkeys(numbers, 0), region_sizes(regions))
         views_of = {number: view.data for number, view in zip(numbers, views, strict=True)}
         self._target = Target(views_of, extents, self._on_notices)
-        self._listener = _listen(self._host)
+        self._listener = _listen(self._host, self._port)
         self._begin()
         self._thread = threading.Thread(target=self._accept, args=(self._listener,), name="tcp-accept", daemon=True)
         self._thread.start()
@@ -205,11 +211,16 @@ class TcpReceiver:
                 self._counted[why] += 1
 
 
-def _listen(host: str) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return socket.create_server((host, 0), family=found[0][0], backlog=MAX_CONNECTIONS)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return socket.create_server((host, port), family=found[0][0], backlog=MAX_CONNECTIONS)
     except OSError as e:
+        if port:
+            raise ConfigError(
+                f"transfer.port: cannot listen on {host}:{port} for KV ({e}); choose another, or 0 for any free one",
+                param="transfer.port",
+            ) from e
         raise ConfigError(f"cluster.host: no port can be bound on {host!r} for KV ({e})", param="cluster.host") from e
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cluster.launch.plan import plan, with_shared_pool
+from moonpool.cluster.leaving import END_S, end_s
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
-from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig
+from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig, TimingConfig, TransferConfig
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import Role
 
@@ -51,6 +52,23 @@ def test_ports_beyond_the_last_one_are_refused_before_anything_starts(config: Co
     with pytest.raises(ConfigError, match=named):
         names(config)
     assert names(Config(cluster=ClusterConfig(probe_port=65_529)))
+
+
+def test_chosen_ports_are_the_first_of_those_that_processes_and_store_nodes_take() -> None:
+    config = Config(cluster=ClusterConfig(port=9000, probe_port=9100), transfer=TransferConfig(port=9200))
+    specs = [s for stage in plan(config, registry="r:1", model_dir=Path("m")) for s in stage]
+    assert [s.config.cluster.port for s in specs] == [9000 + i for i in range(len(specs))]
+    assert [s.config.cluster.probe_port for s in specs] == [9100 + i for i in range(len(specs))]
+    assert [s.config.transfer.port for s in specs if s.role is Role.STORE] == [9200, 9201]
+    open_ones = [s for stage in plan(Config(), registry="r:1", model_dir=Path("m")) for s in stage]
+    assert all(s.config.cluster.port == s.config.transfer.port == 0 for s in open_ones)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_whoever_ends_a_process_waits_longer_than_it_takes_to_leave(role: Role) -> None:
+    config = Config(timing=TimingConfig(drain_ms=1_000), store=StoreConfig(drain_ms=20_000), gateway=GatewayConfig(drain_ms=300))
+    leaves_s = {Role.STORE: 1.0 + 2 * 20.0, Role.GATEWAY: 0.3}.get(role, 1.0)  # docs/operations.md, Leaving and restarting
+    assert end_s(config, role) == leaves_s + END_S
 
 
 @given(st.lists(st.builds(lambda p, d, b: (p, d, b), *[st.integers(0, 3)] * 3), min_size=1, max_size=4))

@@ -366,6 +366,19 @@ def test_a_host_that_is_not_ours_is_a_configuration_error() -> None:
         TcpReceiver(member, lambda frames: None).register([], [])
 
 
+def test_a_chosen_port_is_taken_and_one_that_is_not_free_is_named() -> None:
+    first = TcpReceiver(who("store-b", "b"), lambda frames: None)
+    first.register([Region(0, "", SIZE, 4096)], [np.zeros(SIZE, np.uint8)])
+    port = tcp_wire.Address.decode(first.describe().metadata).port
+    with pytest.raises(ConfigError, match=rf"transfer\.port: cannot listen on .*:{port}"):
+        TcpReceiver(who("store-b", "b"), lambda frames: None, port=port).register([], [])
+    first.close()
+    again = TcpReceiver(who("store-b", "b"), lambda frames: None, port=port)
+    again.register([Region(0, "", SIZE, 4096)], [np.zeros(SIZE, np.uint8)])
+    assert tcp_wire.Address.decode(again.describe().metadata).port == port
+    again.close()
+
+
 def test_metadata_that_is_no_address_fails_the_push() -> None:
     with sender() as one:
         for bad in (b"", b"x" * 10, bytes(38) + b"\xff\xff", bytes(5000)):
