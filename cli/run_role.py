@@ -30,6 +30,7 @@ def run(
     registry: Annotated[
         str, typer.Option("--registry", help="host:port of the registry (or where ROLE registry listens), or etcd://host:port.")
     ] = "",
+    model: Annotated[str, typer.Option("--model", help="Which of gateway.models it serves, by name; default: [model].")] = "",
     config_file: ConfigFile = None,
     settings: Settings = None,
     spec_file: Annotated[Path | None, typer.Option("--spec", hidden=True)] = None,
@@ -49,7 +50,7 @@ def run(
         say(warning)
     if role == "registry":
         sys.exit(asyncio.run(_run_registry(config)))
-    spec = _spec(role, member, node, config)
+    spec = _spec(role, member, node, _of_model(config, role, model))
     sys.exit(asyncio.run(_run(spec, lambda line: say(f"{spec.member}: {line}"))))
 
 
@@ -80,9 +81,23 @@ def _read_spec(file: Path) -> RoleSpec:
         raise ConfigError(f"--spec: cannot read {file}: {e.strerror}", param="--spec") from e
 
 
+def _of_model(config: Config, role: str, name: str) -> Config:
+    from moonpool.core.errors import ConfigError
+
+    served = [model.served_name for model in config.models]
+    if name and name not in served:
+        raise ConfigError(
+            f"--model: {name!r} is no model of this configuration; use one of {', '.join(served)}, or add it to gateway.models",
+            param="--model",
+        )
+    if name and role == "gateway":
+        raise ConfigError("--model: a gateway serves all models; leave it out", param="--model")
+    return config.of_model(name)
+
+
 def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
     from moonpool.cluster.etcd.address import registry_of
-    from moonpool.cluster.models import local_model
+    from moonpool.cluster.models import local_model, with_local_models
     from moonpool.cluster.spec import RoleSpec
     from moonpool.core.errors import ConfigError
     from moonpool.core.ids import MemberId, NodeId, Role, checked_name
@@ -95,6 +110,8 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
             "--registry: missing; give host:port of a running registry (`moonpool run registry`), or etcd://host:port",
             param="registry",
         )
+    if role == Role.GATEWAY:
+        config = with_local_models(config, say)
     name = member or (f"store-{node}" if role == "store" else f"{role}-0")
     return RoleSpec(
         MemberId(checked_name(name, "--id")),

@@ -93,12 +93,13 @@ async def _foreground(config: Config, state: StateDir, detached: bool) -> int:
     import signal
 
     from moonpool.cluster.launch.supervisor import Supervisor
-    from moonpool.cluster.models import local_model
+    from moonpool.cluster.models import local_model, with_local_models
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _end, ended, state, 128 + number)
     model_dir = await asyncio.to_thread(local_model, config.model.path, say)
+    config = await asyncio.to_thread(with_local_models, config, say)
     supervisor = Supervisor(config, state, _make_launcher(config, state), say)
     starting = asyncio.create_task(supervisor.start(model_dir))
     first: set[asyncio.Future[Any]] = {starting, ended}
@@ -139,7 +140,7 @@ def _announce(config: Config, url: str, members: list[Member], detached: bool) -
             say(f"  {member.id:<12} {member.details['memory']}")
     message = '{"role": "user", "content": "Hello"}'
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
-    say(f"\nserving {config.model_name} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")
+    say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")
     security = config.security
     authority = Path(security.https_cert).parent / "ca.pem"  # as `moonpool certs make` lays them
     trust = f" --cacert {authority}" if security.https_cert and authority.exists() else ""

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from moonpool.cluster.etcd.address import registry_of
-from moonpool.core.config import Config, NodeConfig, SchedulerConfig, SecurityConfig
+from moonpool.core.config import Config, ModelConfig, NodeConfig, SchedulerConfig, SecurityConfig
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
 from moonpool.core.parsing import read_json, read_toml
@@ -33,6 +33,10 @@ NOT_CONFIGURATION = frozenset(
 )
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
+    "model.aliases": '["gpt-4o-mini"]',
+    "gateway.models": '[{"name": "big", "path": "/models/big"}]',
+    "gateway.cors_origins": '["https://chat.example.com"]',
+    "cluster.ray_cpus": '{"prefill": 4, "decode": 4}',
     "store.quotas": '{"alice": "1 GiB"}',
     "store.codecs": '["int8"]',
     "store.lossy_for": '["alice"]',
@@ -44,6 +48,7 @@ DECIDING = ("policy", "policy_settings", "admission", "admission_settings", "pla
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
+MAX_MODEL_CHARS = 200
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|TiB)\s*\Z", re.IGNORECASE)
 _SIZED = ("_bytes", "_bytes_per_s")
 _WRITE_SIZE = "write bytes, or KiB, MiB, GiB, TiB after a number"
@@ -168,7 +173,8 @@ def _validate(values: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
         if isinstance(value, bool) and _field_type(key) is not bool:
             raise ConfigError(f"{key}: {str(value).lower()} ({origins[key]}) is not a {_kind(key)}", param=key)
         tree.setdefault(section, {})[name] = _size(key, value)
-    _require_known_node_keys(tree.get("cluster", {}).get("nodes"), origins["cluster.nodes"])
+    for key, kind in (("cluster.nodes", NodeConfig), ("gateway.models", ModelConfig)):
+        _require_known_parts(key, tree.get(key.split(".")[0], {}).get(key.split(".")[1]), kind, origins[key])
     try:
         return Config.model_validate(tree)
     except ValidationError as e:
@@ -180,10 +186,12 @@ def _kind(key: str) -> str:
     return {int: "whole number", float: "number"}.get(kind, "text value" if kind is str else "valid value")
 
 
-def _require_known_node_keys(nodes: Any, origin: str) -> None:
-    for node in nodes if isinstance(nodes, list) else ():
-        for key in node if isinstance(node, dict) else ():
-            _require_known(str(key), NodeConfig.model_fields, f"cluster.nodes, {origin}")
+def _require_known_parts(key: str, entries: Any, kind: type[BaseModel], origin: str) -> None:
+    for entry in entries if isinstance(entries, list) else ():
+        for part in entry if isinstance(entry, dict) else ():
+            _require_known(str(part), kind.model_fields, f"{key}, {origin}")
+        if kind is ModelConfig and isinstance(entry, dict) and not entry.get("path"):
+            raise ConfigError(f"{key}: {entry!r} ({origin}) has no path; give every model its own", param=key)
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
@@ -212,6 +220,7 @@ def _check_together(config: Config) -> None:
             )
         seen.add(node.name)
     registry_of(config)
+    _check_models(config)
     _check_security(config.security)
     for tenant, size in config.store.quotas.items():
         if size < 0:
@@ -232,7 +241,8 @@ def _check_together(config: Config) -> None:
             f"use at least {2 * timing.heartbeat_ms}",
             param="timing.silent_after_ms",
         )
-    if len(cluster.nodes) > 1 and config.transfer.ucx_tls != "tcp":
+    one_machine = cluster.ray_address == "local" and not cluster.registry  # elsewhere it is known once their hosts are
+    if one_machine and len(cluster.nodes) > 1 and config.transfer.ucx_tls != "tcp":
         raise ConfigError(
             f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp",
             param="transfer.ucx_tls",
@@ -265,15 +275,48 @@ def _check_scheduler(scheduler: SchedulerConfig) -> None:
         raise ConfigError(e.message, param=e.param) from e
 
 
+def _check_models(config: Config) -> None:
+    """Every name and alias means one model."""
+    seen: set[str] = set()
+    for model in config.models:
+        for name in (model.served_name, *model.aliases):
+            if len(name) > MAX_MODEL_CHARS or not name.isprintable() or (name != name.strip()):
+                raise ConfigError(
+                    f"model.name: {name[:MAX_MODEL_CHARS]!r} is no name of a model; use up to {MAX_MODEL_CHARS} printable "
+                    "characters", param="model.name",
+                )  # fmt: skip
+            if name in seen:
+                raise ConfigError(
+                    f"gateway.models: {name!r} names two models; give each of gateway.models a name and aliases that nothing "
+                    "else has, [model] included", param="gateway.models",
+                )  # fmt: skip
+            seen.add(name)
+
+
 def _check_roles(config: Config) -> None:
-    nodes = config.cluster.nodes
-    counts = {role: sum(getattr(n, role) for n in nodes) for role in ("prefill", "decode", "both", "conductor", "gateway")}
+    """Of every model that nodes serve."""
+    nodes, served = config.cluster.nodes, {model.served_name for model in config.models}
+    for node in nodes:
+        if node.model and node.model not in served:
+            raise ConfigError(
+                f"cluster.nodes: node {node.name!r} is of model {node.model!r}; use one of {', '.join(sorted(served))}, or add "
+                "it to gateway.models", param="cluster.nodes",
+            )  # fmt: skip
+    groups = dict.fromkeys(node.model or config.model_name for node in nodes)
+    for model in groups:
+        _check_group(model, [n for n in nodes if model == (n.model or config.model_name)], alone=len(groups) == 1)
+    if not sum(node.gateway for node in nodes):
+        raise ConfigError("cluster.nodes: no gateway; give one node gateway = 1", param="cluster.nodes")
+
+
+def _check_group(model: str, nodes: list[NodeConfig], *, alone: bool) -> None:
+    whose = "" if alone else f" of model {model!r}"
+    counts = {role: sum(getattr(n, role) for n in nodes) for role in ("prefill", "decode", "both", "conductor")}
     if not counts["both"] and not (counts["prefill"] and counts["decode"]):
         raise ConfigError(
-            f"cluster.nodes: {counts['prefill']} prefill, {counts['decode']} decode and no `both` worker cannot answer; "
+            f"cluster.nodes: {counts['prefill']} prefill, {counts['decode']} decode and no `both` worker{whose} cannot answer; "
             "give at least one prefill and one decode worker, or one `both`",
             param="cluster.nodes",
         )
-    for role in ("conductor", "gateway"):
-        if not counts[role]:
-            raise ConfigError(f"cluster.nodes: no {role}; give one node {role} = 1", param="cluster.nodes")
+    if not counts["conductor"]:
+        raise ConfigError(f"cluster.nodes: no conductor{whose}; give one node conductor = 1", param="cluster.nodes")

@@ -1,5 +1,6 @@
 """The cluster as one process sees it, and its own place in it, whichever registry keeps the list.
 
+Of several models' members it knows those of its own group (``cluster.groups``), unless it names no model.
 While the registry is away the last known view stays. Only the event loop touches the view; a link (the embedded registry's,
 or etcd's) hands it every change there.
 """
@@ -13,6 +14,7 @@ from typing import Protocol
 
 from moonpool.cluster.election import Lead
 from moonpool.cluster.etcd.address import is_etcd
+from moonpool.cluster.groups import belongs
 from moonpool.cluster.registry_link import OnFenced, RegistryLink
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import NoPath
@@ -49,11 +51,13 @@ class Link(Protocol):
 class Membership:
     """Implements ``core.membership.Peers``. ``on_fenced`` is called on the event loop: this life is over.
 
-    ``registry``: host:port of an embedded registry, or etcd://host:port,.../prefix.
+    ``registry``: host:port of an embedded registry, or etcd://host:port,.../prefix. ``model``: whose group this process
+    belongs to; empty: it looks at everybody.
     """
 
-    def __init__(self, registry: str, timing: TimingConfig, on_fenced: OnFenced) -> None:
+    def __init__(self, registry: str, timing: TimingConfig, on_fenced: OnFenced, model: str = "") -> None:
         self._registry = registry
+        self._model = model
         self._view: dict[MemberId, MemberChange] = {}
         self._subscribers: list[Callable[[MemberChange], None]] = []
         self._changed = asyncio.Event()
@@ -144,14 +148,23 @@ class Membership:
         self._on_fenced(why, replaced)
 
     def _apply(self, change: MemberChange) -> None:
-        self.terms.heard(change.member.term)
         known = self._view.get(change.member.id)
+        if not belongs(change.member, self._model):
+            if known is None or known.liveness is Liveness.GONE:
+                return
+            change = _taken(known.member, change.member)
+        self.terms.heard(change.member.term)
         if known == change or (known and known.member.incarnation > change.member.incarnation):
             return
         self._view[change.member.id] = change
         self._changed.set()
         for subscriber in list(self._subscribers):
             subscriber(change)
+
+
+def _taken(before: Member, by: Member) -> MemberChange:
+    """The end of a life whose name went to one of another group."""
+    return MemberChange(replace(before, ready=False), Liveness.GONE, f"replaced by life {by.incarnation}, of model {by.model}")
 
 
 def _link(registry: str, timing: TimingConfig, heard: Callable[[MemberChange], None], on_fenced: OnFenced) -> Link:

@@ -35,6 +35,15 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
     return Path(directory)
 
 
+def with_local_models(config: Config, progress: Callable[[str], None]) -> Config:
+    """``config`` with the models of ``gateway.models`` fetched, their paths local directories and their names spelled out."""
+    found = [
+        model.model_copy(update={"name": model.served_name, "path": str(local_model(model.path, progress))})
+        for model in config.gateway.models
+    ]
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"models": tuple(found)})})
+
+
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     """What every engine that loads ``model_dir`` will have, without loading it."""
     from moonpool.engine.loading import read_config

@@ -100,7 +100,8 @@ class Process:
         take(self.spec.config, self.spec.member)
         self._probe = self._open_probe()
         face = self._open_face()
-        self._peers = Membership(self.spec.registry, self.spec.config.timing, self._fenced)
+        group = "" if self.spec.role is Role.GATEWAY else self.spec.config.model_name
+        self._peers = Membership(self.spec.registry, self.spec.config.timing, self._fenced, group)
         self._made = await self._make(self.spec, self._member, self._peers, self._say)
         details = {**self._made.member.details, "probe": self._probe.address}
         self._member = replace(self._made.member, details=details)

@@ -34,7 +34,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._clock = clock
         self._sweep_s = timing.heartbeat_ms / 1000 / 2
         self.roster = Roster(timing.silent_after_ms / 1000)
-        self._election = Election(LEASE * timing.silent_after_ms / 1000, clock())
+        self._lease_s, self._began = LEASE * timing.silent_after_ms / 1000, clock()
+        self._elections: dict[str, Election] = {}  # by model: each group has a leader of its own
         self._watchers: set[asyncio.Queue[MemberChange | None]] = set()
         self._sessions: dict[MemberId, asyncio.Queue[Fenced | None]] = {}  # where to say `fenced`
         self._server: grpc.aio.Server | None = None
@@ -78,7 +79,8 @@ class Registry(pb.registry_rpc.RegistryServicer):
         self._watchers.discard(queue)
 
     def report_gone(self, member: MemberId, incarnation: Incarnation, proof: str) -> None:
-        self._election.ended(member, incarnation)
+        for election in self._elections.values():
+            election.ended(member, incarnation)
         self._tell(self.roster.gone(member, incarnation, proof))
 
     # gRPC
@@ -173,13 +175,15 @@ class Registry(pb.registry_rpc.RegistryServicer):
         return pb.registry.LeadReply(leader=said.leader or "", incarnation=said.incarnation, term=said.term, lease_ms=lease_ms)
 
     def _lead(self, member: MemberId, incarnation: Incarnation, known: int, held: int) -> Leading:
-        """Only who is live may lead; the terms of all conductors known are known."""
+        """Only who is live may lead, its own group; the terms of all conductors known there are known."""
         asker = self.roster.get(member)
         if asker is None or asker.liveness is not Liveness.LIVE or asker.member.incarnation != incarnation:
             return NOBODY
+        model = asker.member.model
         members = (change.member for change in self.roster.snapshot())
-        newest = max(known, *(one.term for one in members if one.role is Role.CONDUCTOR))
-        return self._election.ask(member, incarnation, newest, held, self._clock())
+        newest = max(known, *(one.term for one in members if one.role is Role.CONDUCTOR and one.model == model))
+        election = self._elections.setdefault(model, Election(self._lease_s, self._began))
+        return election.ask(member, incarnation, newest, held, self._clock())
 
     # changes
 

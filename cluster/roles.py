@@ -53,7 +53,9 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
             return Made(await ConductorService.start(config, member, peers, Leadership(peers, config.timing)), member)
         case Role.GATEWAY:
             gateway = await (await asyncio.to_thread(_gateway_class)).start(config, member, peers, hash_key, spec.model_dir)
-            return Made(gateway, replace(member, details={"url": gateway.url}))
+            several = len(config.models) > 1
+            details = {"url": gateway.url} | ({"models": ", ".join(m.served_name for m in config.models)} if several else {})
+            return Made(gateway, replace(member, model="" if several else member.model, details=details))
         case Role.PREFILL | Role.DECODE | Role.BOTH:
             return await _worker(spec, member, peers, say)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from moonpool.cluster.groups import belongs
 from moonpool.core.errors import LayoutMismatch
-from moonpool.core.ids import Incarnation, MemberId
+from moonpool.core.ids import Incarnation, MemberId, Role
 from moonpool.core.membership import PROTOCOL, Liveness, Member, MemberChange
 
 
@@ -113,8 +114,11 @@ class Roster:
         return [change]
 
 
+_WITH_KV = (Role.STORE, Role.PREFILL, Role.DECODE, Role.BOTH)
+
+
 def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
-    """Equal protocol, layout, hash key and model name as everybody not gone.
+    """Equal protocol and hash key as everybody not gone, equal layout as everybody of its model, one model a node.
 
     Two that differ would misunderstand one another, or never share a block, silently. Versions of the package may differ.
     """
@@ -128,19 +132,29 @@ def require_agreement(member: Member, known: Iterable[MemberChange]) -> None:
             raise LayoutMismatch(
                 _protocols(member.protocol, f"{member.id}{_of(member)}", other.protocol, f"{other.id}{_of(other)}")
             )
-        if member.layout and other.layout:
+        if member.layout and other.layout and belongs(other, member.model):
             member.layout.require_same(other.layout, f"{other.id} ({other.address})")
-        for field in ("hash_key_id", "model"):
-            mine, theirs = getattr(member, field), getattr(other, field)
-            if mine and theirs and mine != theirs:
-                raise LayoutMismatch(
-                    f"{field} differs: {mine!r} at {member.id}, {theirs!r} at {other.id}; start both with the same one"
-                )
+        if member.hash_key_id and other.hash_key_id and member.hash_key_id != other.hash_key_id:
+            raise LayoutMismatch(
+                f"hash_key_id differs: {member.hash_key_id!r} at {member.id}, {other.hash_key_id!r} at {other.id}; "
+                "start both with the same one"
+            )
+        _require_one_model(member, other)
         if member.hash_key_id and other.hash_key_id and member.kv_key_id != other.kv_key_id:
             raise LayoutMismatch(
                 f"kv key differs: {_kv_key(member)}, {_kv_key(other)}; start both with the same security.kv_encryption "
                 "and security.kv_key_file"
             )
+
+
+def _require_one_model(member: Member, other: Member) -> None:
+    """A node's workers share its store node, so all of them are of its model."""
+    share = member.node == other.node and member.role in _WITH_KV and other.role in _WITH_KV
+    if share and not belongs(other, member.model):
+        raise LayoutMismatch(
+            f"model differs: {member.model!r} at {member.id}, {other.model!r} at {other.id}, both on node {member.node!r}; "
+            "start both with the same one, or give another model on the same host a node id of its own (--node)"
+        )
 
 
 def _protocols(mine: int, me: str, theirs: int, them: str) -> str:

@@ -14,6 +14,7 @@ from moonpool.core.ids import MemberId, NodeId, Role, checked_name
 from moonpool.core.parsing import read_json
 
 SECURITY_FILES = ("tls_dir", "https_cert", "https_key", "api_keys_file")
+GATEWAY_FILES = ("usage_log", "warm_file")
 ETCD_FILES = ("etcd_ca", "etcd_cert", "etcd_key", "etcd_password_file")
 
 
@@ -89,7 +90,12 @@ def with_absolute_paths(config: Config, home: Path) -> Config:
     named = {name: getattr(config.security, name) for name in SECURITY_FILES + ETCD_FILES}
     files = {name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path}
     security = config.security.model_copy(update={**files, "kv_key_file": str(config.kv_key_file(home).absolute())})
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=paths), "security": security})
+    written = {name: path for name in GATEWAY_FILES if (path := getattr(config.gateway, name))}
+    gateway = config.gateway.model_copy(
+        update={name: str(Path(path).expanduser().absolute()) for name, path in written.items()}
+    )
+    cluster = config.cluster.model_copy(update=paths)
+    return config.model_copy(update={"cluster": cluster, "security": security, "gateway": gateway})
 
 
 def _is_loopback(host: str) -> bool:

@@ -7,9 +7,11 @@ Sizes are bytes, times are milliseconds, unless the name says otherwise.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from moonpool.core.ids import Role
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -25,6 +27,13 @@ class ModelConfig(_Values):
     name: str = Field("", description="the name clients use; default: the last part of path")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="weights, activations and KV")
     max_context: int = Field(0, ge=0, description="tokens of prompt and output together; 0: what the model says")
+    aliases: tuple[str, ...] = Field((), description="further names that clients may use")
+    ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of its requests; 0: gateway.ttft_target_ms")
+    tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target of its requests; 0: gateway.tbt_target_ms")
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.path.rstrip("/").rsplit("/", 1)[-1]
 
 
 class EngineConfig(_Values):
@@ -110,6 +119,12 @@ class GatewayConfig(_Values):
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target; 0: none")
     drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
     linger_ms: int = Field(1_500, ge=0, description="a leaving gateway keeps idle connections open so long, to say goodbye")
+    models: tuple[ModelConfig, ...] = Field((), description="models served besides that of [model], each with its path")
+    usage_log: str = Field("", description="file that gets a line of JSON about every request at its end; empty: none")
+    usage_log_bytes: int = Field(64 * MIB, ge=4_096, description="size at which the usage log is begun anew")
+    usage_log_files: int = Field(8, ge=1, le=10_000, description="how many full usage logs are kept beside the one being written")
+    warm_file: str = Field("", description="prompts that are computed into the pool at the start, as for `moonpool warm`")
+    cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the gateway, or *; empty: none")
 
 
 class SecurityConfig(_Values):
@@ -164,11 +179,14 @@ class NodeConfig(_Values):
     """One node of a local cluster and how many of each role it runs (a store node is always there)."""
 
     name: str
+    model: str = Field("", description="which model it serves, by its name in gateway.models; empty: that of [model]")
     prefill: int = Field(0, ge=0)
     decode: int = Field(0, ge=0)
     both: int = Field(0, ge=0)
     conductor: int = Field(0, ge=0)
     gateway: int = Field(0, ge=0)
+    labels: dict[str, str] = Field(default_factory=dict, description="labels of the Ray node it may be put on")
+    resources: dict[str, float] = Field(default_factory=dict, description="custom resources of Ray that it takes")
 
 
 class ClusterConfig(_Values):
@@ -178,7 +196,18 @@ class ClusterConfig(_Values):
         NodeConfig(name="b", decode=1, conductor=1, gateway=1),
     )
     launcher: Literal["ray", "process"] = Field("ray", description="who places and restarts the processes")
-    host: str = Field("127.0.0.1", description="address the control ports bind to and announce")
+    ray_address: str = Field(
+        "local", description="local: a Ray cluster of its own; auto: the one this job runs in, or RAY_ADDRESS; or host:port"
+    )
+    ray_strategy: Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"] = Field(
+        "SPREAD", description="how Ray puts node ids on its nodes: one each if possible, one each, few, all on one"
+    )
+    ray_cpus: dict[Role, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, description="CPUs that an actor of a role claims from Ray, where not the default"
+    )
+    ray_gpus_per_worker: float = Field(0.0, ge=0, description="GPUs that an actor with an engine claims from Ray")
+    ray_place_ms: int = Field(30_000, ge=100, description="Ray has this long to find room for all node ids")
+    host: str = Field("127.0.0.1", description="address the control ports bind to and announce; auto: the host's own")
     port: int = Field(0, ge=0, le=65_535, description="port of a process's control calls (gRPC); 0: any free one, announced")
     probe_host: str = Field("127.0.0.1", description="address that /live, /ready and /metrics of every process bind to")
     probe_port: int = Field(0, ge=0, le=65_535, description="their port; 0: any free one, shown by `status`")
@@ -201,7 +230,17 @@ class Config(_Values):
 
     @property
     def model_name(self) -> str:
-        return self.model.name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+        return self.model.served_name
+
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        """All that a gateway serves."""
+        return (self.model, *self.gateway.models)
+
+    def of_model(self, name: str) -> Config:
+        """As processes of ``name`` (one of ``models``; empty: the first) are to have it."""
+        model = next(m for m in self.models if name in ("", m.served_name))
+        return self.model_copy(update={"model": model})
 
     @property
     def freed_byte(self) -> int | None:

@@ -2,7 +2,7 @@
 
 PREFIX/CLUSTER/lives/MEMBER   the newest life of a name, its liveness and the proof: the truth, changed by comparing
 PREFIX/CLUSTER/beats/MEMBER   there as long as that life's lease is renewed
-PREFIX/CLUSTER/leader         the leading conductor, there as long as its lease is renewed
+PREFIX/CLUSTER/leaders/MODEL  that group's leading conductor, there as long as its lease is renewed
 PREFIX/CLUSTER/term           the newest term of leadership
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from urllib.parse import quote
 
 from moonpool.cluster.etcd.access import NOBODY, Access
 from moonpool.core.config import Config
@@ -74,9 +75,9 @@ class EtcdAddress:
     def beats(self) -> bytes:
         return f"{self.prefix}/beats/".encode()
 
-    @property
-    def leader(self) -> bytes:
-        return f"{self.prefix}/leader".encode()
+    def leader(self, model: str) -> bytes:
+        """``model`` is any text: what could be no part of a key is escaped."""
+        return f"{self.prefix}/leaders/{quote(model, safe='')}".encode()
 
     @property
     def term(self) -> bytes:

@@ -67,11 +67,12 @@ class Registration:
         member, lease, renewed = self._member, self._lease, self._renewed
         if member is None or lease is None or self._written is None:
             return NOBODY
-        leader = await etcd.get(self._address.leader)
+        seat = self._address.leader(member.model)
+        leader = await etcd.get(seat)
         newest = await etcd.get(self._address.term)
         said = stand(self._address, member, known, leader, newest)
         if isinstance(said, Bid):
-            puts = [Put(self._address.leader, said.leader, lease), Put(self._address.term, said.newest)]
+            puts = [Put(seat, said.leader, lease), Put(self._address.term, said.newest)]
             if await etcd.put_if(said.expected, puts) is None:
                 return NOBODY
             said = Lead(member.id, member.incarnation, said.term, 0.0)

@@ -1,7 +1,7 @@
 """Who leads, as two keys of etcd say it, and what to write to lead. Pure.
 
 ``leader`` names a conductor's life and the term; it is there as long as that member's lease is renewed. ``term`` is the newest
-one there ever was. Both are written at once, by comparing, so that of two who try one succeeds.
+one there ever was, of any model. Both are written at once, by comparing, so that of two who try one succeeds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def stand(address: EtcdAddress, member: Member, known: int, leader: Item | None,
         return said
     term = max(known, _number(newest), _term(leader)) + 1
     message = pb.registry.LeadReply(leader=member.id, incarnation=member.incarnation, term=term)
-    expected = {address.leader: leader.revision if leader else 0, address.term: newest.revision if newest else 0}
+    expected = {address.leader(member.model): leader.revision if leader else 0, address.term: newest.revision if newest else 0}
     return Bid(expected, message.SerializeToString(), str(term).encode(), term)
 
 

@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, parse_chat, parse_completion
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.http import error_response, json_response
-from moonpool.cluster.gateway.roster import Roster
+from moonpool.cluster.gateway.not_offered import CODE, refusal_of
+from moonpool.cluster.gateway.served import Models, Served
+from moonpool.cluster.gateway.tenants.guard import caller_of
 from moonpool.core.errors import MoonpoolError
+
+
+ALL = "*"
 
 
 def build_app(
     endpoints: Endpoints,
-    roster: Roster,
+    models: Models,
     *,
-    check_model: Callable[[str], None],
-    model: str,
     metrics: Callable[[str], tuple[bytes, str]],
+    routers: Sequence[APIRouter] = (),
 ) -> FastAPI:
-    """``metrics`` renders them as an Accept header asks for; ``check_model`` raises UnknownModel."""
+    """``metrics`` renders them as an Accept header asks for; ``routers`` bring further routes, below paths of their own."""
     app = FastAPI(title="Moonpool", docs_url=None, redoc_url=None)
     created = int(time.time())
 
-    def card() -> dict[str, Any]:
-        return {
-            "id": model,
-            "object": "model",
-            "created": created,
-            "owned_by": "moonpool",
-            "max_model_len": roster.limits().context,
-        }
-
     @app.get("/v1/models")
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [card()]})
+    async def all_models(request: Request) -> Response:
+        """Every name and alias that this caller may use: some clients look theirs up here, and take the first otherwise."""
+        served = models.of(caller_of(request))
+        names = [(name, one) for one in served for name in (one.name,)] + [(n, one) for one in served for n in one.aliases]
+        return json_response({"object": "list", "data": [_card(name, one, created) for name, one in names]})
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> Response:
-        check_model(name)
-        return json_response(card())
+    async def one_model(request: Request, name: str) -> Response:
+        return json_response(_card(name, models.find(name, caller_of(request)), created))
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionBody))
     async def completions(request: Request) -> Response:
@@ -61,12 +58,20 @@ def build_app(
         return json_response({"status": "ok"})
 
     @app.get("/ready")
-    async def ready() -> Response:
-        """503 until a conductor and a whole path from prompt to tokens exist; names what is missing."""
-        missing = ["gateway"] if endpoints.leaving else [str(role) for role in roster.missing()]
+    async def ready(model: str = "") -> Response:
+        """503 until a conductor and a whole path from prompt to tokens exist, of any model; names what is missing.
+
+        Of the one that ``model`` names, or of all (*), where that is asked.
+        """
+        missing = _missing(models, model)
+        if endpoints.leaving:
+            missing = ["gateway"]
+        count = {"models": len(models.all), "models_ready": len(models.all) - len(models.lacking())}
+        several = count if len(models.all) > 1 else {}
         if missing:
-            return json_response({"status": "not ready", "missing": missing}, status=503, headers={"retry-after": "1"})
-        return json_response({"status": "ready"})
+            told = {"status": "not ready", "missing": missing, **several}
+            return json_response(told, status=503, headers={"retry-after": "1"})
+        return json_response({"status": "ready", **several})
 
     @app.get("/metrics")
     async def metrics_text(request: Request) -> Response:
@@ -79,13 +84,39 @@ def build_app(
 
     @app.exception_handler(HTTPException)
     async def theirs(request: Request, error: HTTPException) -> Response:
-        message = (
-            f"{request.method} {request.url.path[:200]}: {str(error.detail).lower()}; see /openapi.json for what is offered"
-        )
-        value = {"message": message, "type": "invalid_request_error", "param": None, "code": "no_such_route"}
+        path = request.url.path
+        message = f"{request.method} {path[:200]}: {str(error.detail).lower()}; see /openapi.json for what is offered"
+        refused = refusal_of(path)
+        code = "no_such_route" if refused is None else CODE
+        value = {"message": refused or message, "type": "invalid_request_error", "param": None, "code": code}
         return json_response({"error": value}, status=error.status_code, headers=error.headers)
 
+    for router in routers:
+        app.include_router(router)
     return app
+
+
+def _card(name: str, model: Served, created: int) -> dict[str, Any]:
+    """``root``: the model's own name, where ``name`` is an alias of it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "moonpool",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.roster.limits().context,
+    }
+
+
+def _missing(models: Models, model: str) -> list[str]:
+    if model == ALL:
+        roles = [role for one in models.lacking() for role in one.roster.missing()]
+    elif model:
+        roles = models.find(model).roster.missing()
+    else:
+        roles = models.missing()
+    return [role.value for role in dict.fromkeys(roles)]
 
 
 def _body(kind: type[CompletionBody] | type[ChatBody]) -> dict[str, Any]:

@@ -18,13 +18,12 @@ from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.generation import Generation
 from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, json_response, read_body, unless_left
-from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
+from moonpool.cluster.gateway.served import Models, Served
 from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape, Usage
 from moonpool.cluster.gateway.tenants.gate import Gate, Ticket
 from moonpool.cluster.gateway.tenants.guard import caller_of, hear_out
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
-from moonpool.cluster.gateway.tokenizer import TokenTable
 from moonpool.core.config import Config
 from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, RateLimited, Reason
 from moonpool.core.lifetime import Instant, Lifetime, Lives
@@ -50,19 +49,17 @@ class Visit:
     outcome: str = Reason.CANCELLED.value
     held: int = 0  # choices counted as in flight
     body_bytes: int = 0  # held in memory until it leaves
+    model: Served | None = None  # once the body said which
     generation: Generation | None = None
     left: bool = False
 
 
 class Endpoints:
-    def __init__(
-        self, config: Config, intake: Intake, tokens: TokenTable, metrics: Metrics, gate: Gate, usage: TenantUsage
-    ) -> None:
+    def __init__(self, config: Config, models: Models, metrics: Metrics, gate: Gate, usage: TenantUsage) -> None:
         self._config = config
         self._gate = gate
         self._usage = usage
-        self._intake = intake
-        self._tokens = tokens
+        self._models = models
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
         self._visits: dict[str, Visit] = {}
@@ -101,16 +98,16 @@ class Endpoints:
         await self._enter(request, visit)
         raw = await self._read(request, visit)
         body = parse(raw)
-        self._intake.check_model(body.model)
+        caller = visit.ticket.caller
+        model = visit.model = self._models.find(body.model, caller)
         visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))
         self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1)
-        caller = visit.ticket.caller
-        making = self._intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime, caller)
+        making = model.intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime, caller)
         generation = await unless_left(request, making)
         visit.ticket.reserve(_wanted(generation, body))
         visit.headers.update(visit.ticket.headers())
         visit.generation = generation
-        shape = self._shape(visit, visit.generation, body)
+        shape = _shape(visit, visit.generation, model, body)
         if body.stream:
             return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
         value = await unless_left(request, whole(visit.generation, shape))
@@ -212,30 +209,6 @@ class Endpoints:
             lifetime.stamp(Instant.CANCELLED, self._now())
         self.lifetimes.add(request, attempt, lifetime)
 
-    def _shape(self, visit: Visit, generation: Generation, body: SamplingBody) -> Shape:
-        head = Head(
-            id=visit.id,
-            model=self._config.model_name,
-            created=int(time.time()),
-            name_bytes=self._tokens.name_bytes,
-            logprobs=body.alternatives is not None,
-            prompt_ids=[run.ledger.request.prompt for run in generation.runs] if body.return_token_ids else None,
-        )
-        if isinstance(body, CompletionBody):
-            return CompletionShape(head, echoed=self._echoed(generation, body) if body.echo else None)
-        return ChatShape(head)
-
-    def _echoed(self, generation: Generation, body: CompletionBody) -> list[str]:
-        """Each choice's prompt as text: as it was sent, or decoded from the ids that were sent."""
-        texts = []
-        for prompt, run in zip(body.prompts, generation.runs, strict=True):
-            if isinstance(prompt, str):
-                texts.append(prompt)
-                continue
-            detokeniser = Detokeniser(self._tokens.text_bytes)
-            texts.append("".join(map(detokeniser.push, run.ledger.request.prompt)) + detokeniser.finish())
-        return texts
-
     async def drain(self, seconds: float) -> None:
         """Wait until every visit has left, at most ``seconds``."""
         try:
@@ -256,3 +229,29 @@ def _wanted(generation: Generation, body: SamplingBody) -> int:
     answer = _UNSTATED_TOKENS if body.wanted_tokens is None else body.wanted_tokens
     requests = [run.ledger.request for run in generation.runs]
     return sum(len(one.prompt) + min(one.sampling.max_tokens, answer) for one in requests)
+
+
+def _shape(visit: Visit, generation: Generation, model: Served, body: SamplingBody) -> Shape:
+    head = Head(
+        id=visit.id,
+        model=model.name,
+        created=int(time.time()),
+        name_bytes=model.tokens.name_bytes,
+        logprobs=body.alternatives is not None,
+        prompt_ids=[run.ledger.request.prompt for run in generation.runs] if body.return_token_ids else None,
+    )
+    if isinstance(body, CompletionBody):
+        return CompletionShape(head, echoed=_echoed(generation, model, body) if body.echo else None)
+    return ChatShape(head)
+
+
+def _echoed(generation: Generation, model: Served, body: CompletionBody) -> list[str]:
+    """Each choice's prompt as text: as it was sent, or decoded from the ids that were sent."""
+    texts = []
+    for prompt, run in zip(body.prompts, generation.runs, strict=True):
+        if isinstance(prompt, str):
+            texts.append(prompt)
+            continue
+        detokeniser = Detokeniser(model.tokens.text_bytes)
+        texts.append("".join(map(detokeniser.push, run.ledger.request.prompt)) + detokeniser.finish())
+    return texts

@@ -20,7 +20,7 @@ from moonpool.cluster.gateway.prompts import Prompt, Prompts
 from moonpool.cluster.gateway.roster import Roster
 from moonpool.cluster.gateway.tenants.caller import MOST_URGENT, Caller
 from moonpool.core.config import Config
-from moonpool.core.errors import InvalidRequest, NoPath, UnknownModel
+from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.request import Request, SamplingParams, Targets
@@ -46,11 +46,6 @@ class Intake:
         self._streams = streams
         self._now = asyncio.get_running_loop().time
 
-    def check_model(self, model: str) -> None:
-        served = self._config.model_name
-        if model != served:
-            raise UnknownModel(f"model: {model[:100]!r} is not served here; use {served!r}", param="model")
-
     async def generation(
         self, id: str, body: SamplingBody, size: int, headers: Mapping[str, str], lifetime: Lifetime, caller: Caller
     ) -> Generation:
@@ -58,7 +53,7 @@ class Intake:
 
         ``id`` names it, several choices get numbered names; ``size`` is its body's, in bytes.
         """
-        targets, budget_ms = self._targets(headers), self._budget_ms(headers)
+        targets, budget_ms = self._targets(headers, caller), self._budget_ms(headers)
         priority, kind = _priority(headers, caller), _kind(headers)
         named = self._roster.hasher(caller, body.cache_salt)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
@@ -86,12 +81,12 @@ class Intake:
             runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
         return Generation(runs, self._now)
 
-    def _targets(self, headers: Mapping[str, str]) -> Targets:
-        gateway = self._config.gateway
-        return Targets(
-            ttft_ms=_target(headers, TTFT_HEADER, gateway.ttft_target_ms),
-            tbt_ms=_target(headers, TBT_HEADER, gateway.tbt_target_ms),
-        )
+    def _targets(self, headers: Mapping[str, str], caller: Caller) -> Targets:
+        """As the request says, else its tenant, its model, the gateway."""
+        model, gateway = self._config.model, self._config.gateway
+        ttft = caller.ttft_target_ms or model.ttft_target_ms or gateway.ttft_target_ms
+        tbt = caller.tbt_target_ms or model.tbt_target_ms or gateway.tbt_target_ms
+        return Targets(ttft_ms=_target(headers, TTFT_HEADER, ttft), tbt_ms=_target(headers, TBT_HEADER, tbt))
 
     def _output_tokens(self, body: SamplingBody, prompt: Prompt) -> int:
         chat = isinstance(body, ChatBody)

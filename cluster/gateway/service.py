@@ -12,16 +12,13 @@ from pathlib import Path
 import uvicorn
 
 from moonpool.cluster.gateway.app import build_app
-from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
+from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.connections import ConnectionLimits, Connections
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.endpoints import Endpoints
-from moonpool.cluster.gateway.facts import read_facts
 from moonpool.cluster.gateway.goodbye import Goodbye
-from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.metrics import Metrics
-from moonpool.cluster.gateway.prompts import Prompts
-from moonpool.cluster.gateway.roster import Roster
+from moonpool.cluster.gateway.served import Models
 from moonpool.cluster.gateway.tenants.file import FollowedKeys
 from moonpool.cluster.gateway.tenants.gate import Gate
 from moonpool.cluster.gateway.tenants.guard import Guard
@@ -64,24 +61,20 @@ class Gateway:
         server: _Server,
         listener: socket.socket,
         endpoints: Endpoints,
-        conductors: Conductors,
+        models: Models,
         streams: DecodeStreams,
-        prompts: Prompts,
         https: Https | None,
-        roster: Roster,
         metrics: Metrics,
         connections: Connections,
     ) -> None:
         self._config = config
-        self._roster = roster
+        self._models = models
         self._metrics = metrics
         self._connections = connections
         self.registry = metrics.registry
         self._server = server
         self._endpoints = endpoints
-        self._conductors = conductors
         self._streams = streams
-        self._prompts = prompts
         self._https = https
         self.url = f"{'https' if https else 'http'}://{_reachable(config)}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -91,18 +84,17 @@ class Gateway:
         """Serving when it returns. ConfigError: the port is taken, or the model directory lacks what a gateway needs."""
         gate = _gate(config, peers)
         listener = _listen(config.gateway)
+        streams = DecodeStreams(peers)
         try:
             https = https_of(config.security)
-            facts = read_facts(model_dir, max_context=config.model.max_context)
-            prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size)
+            models = await Models.load(config, model_dir, peers, streams, hash_key)
         except BaseException:
             listener.close()
+            await streams.close()
             raise
-        conductors, streams = Conductors(peers, config.timing), DecodeStreams(peers)
-        roster, metrics = Roster(peers, hash_key, facts.max_context), Metrics()
-        intake = Intake(config, prompts, roster, conductors, streams)
-        endpoints = Endpoints(config, intake, prompts.tokenizer.tokens, metrics, gate, TenantUsage(metrics.registry))
-        app = build_app(endpoints, roster, check_model=intake.check_model, model=config.model_name, metrics=metrics.page)
+        metrics = Metrics()
+        endpoints = Endpoints(config, models, metrics, gate, TenantUsage(metrics.registry))
+        app = build_app(endpoints, models, metrics=metrics.page)
         connections = Connections(_connection_limits(config.gateway))
         settings = uvicorn.Config(
             Goodbye(Guard(app, gate), lambda: endpoints.leaving),
@@ -118,18 +110,20 @@ class Gateway:
             ssl_context_factory=(lambda *_: https.context) if https else None,
         )
         server = _Server(settings)
-        gateway = cls(config, server, listener, endpoints, conductors, streams, prompts, https, roster, metrics, connections)
+        gateway = cls(config, server, listener, endpoints, models, streams, https, metrics, connections)
         await gateway._server.listening.wait()
         return gateway
 
     def numbers(self) -> dict[str, float]:
+        conductors = [one.conductors for one in self._models.all]
         return {
             "requests_in_flight": float(self._endpoints.in_flight),
             "decode_streams": float(len(self._streams)),
-            "placing": float(self._conductors.waiting),
-            "waiting_at_conductors": float(self._conductors.queued),
-            "conductors_passed_over": float(self._conductors.passed_over),
-            "workers_avoided": float(self._conductors.avoided),
+            "placing": float(sum(one.waiting for one in conductors)),
+            "waiting_at_conductors": float(sum(one.queued for one in conductors)),
+            "conductors_passed_over": float(sum(one.passed_over for one in conductors)),
+            "workers_avoided": float(sum(one.avoided for one in conductors)),
+            "models_without_path": float(len(self._models.lacking())),
             "connections": float(len(self._server.server_state.connections)),
             "metrics_failed_count": float(self._metrics.errors),
             "held_body_bytes": float(self._endpoints.held_bytes),
@@ -137,11 +131,13 @@ class Gateway:
         }
 
     def missing(self) -> list[str]:
-        """Roles without which no request can be served."""
-        return [role.value for role in self._roster.missing()]
+        """Roles without which no request can be served, of whichever model."""
+        return [role.value for role in self._models.missing()]
 
     def words(self) -> dict[str, str]:
-        return {"url": self.url, "model": self._config.model_name}
+        lacking = ", ".join(one.name for one in self._models.lacking())
+        words = {"url": self.url, "model": ", ".join(one.name for one in self._models.all)}
+        return words | ({"models_without_path": lacking} if lacking else {})
 
     @property
     def lifetimes(self) -> Lives:
@@ -173,8 +169,7 @@ class Gateway:
         self._server.should_exit = True
         await self._serving
         await self._streams.close()
-        await self._conductors.close()
-        self._prompts.close()
+        await self._models.close()
         if self._https:
             await self._https.close()
 

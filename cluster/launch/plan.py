@@ -47,6 +47,7 @@ def patience_s(config: Config) -> float:
 def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:
     """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0.
 
+    ``model_dir`` is that of [model]; the paths of further models are local directories (``models.with_local_models``).
     ConfigError where the ports that were chosen are too few.
     """
     _require_ports(config)
@@ -60,20 +61,50 @@ def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpe
                     number = counts.get(role, 0)
                     counts[role] = number + 1
                     name = f"store-{node.name}" if role is Role.STORE else f"{role.value}-{number}"
-                    own = _own_port(config, number) if role is Role.GATEWAY else config
+                    gateway = role is Role.GATEWAY  # which serves all models
+                    own = _own_port(config, number) if gateway else config.of_model(node.model)
+                    directory = model_dir if gateway or own.model == config.model else Path(own.model.path)
                     own = _own_ports(own, role, number, sum(counts.values()) - 1)
-                    stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, model_dir))
+                    stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, directory))
         stages.append(stage)
     return stages
 
 
-def with_shared_pool(config: Config, *, memory: int, space: int) -> Config:
-    """Where ``store.pool_bytes`` is left open, the nodes of one machine share half of its free ``memory`` (and ``space``)."""
-    nodes = len(config.cluster.nodes)
-    if config.store.pool_bytes or nodes < 2:
-        return config
-    share = min(memory // 2, int(space * (1 - SPARE))) // nodes
-    return config.model_copy(update={"store": config.store.model_copy(update={"pool_bytes": share})})
+def shared_pools(config: Config, hosts: Mapping[NodeId, Host]) -> dict[NodeId, int]:
+    """Where ``store.pool_bytes`` is left open, the node ids of one machine share half of what is free there, in bytes."""
+    if config.store.pool_bytes:
+        return {}
+    sharing = Counter(host.machine for host in hosts.values())
+    return {
+        node: min(host.memory // 2, int(host.space * (1 - SPARE))) // sharing[host.machine]
+        for node, host in hosts.items()
+        if sharing[host.machine] > 1
+    }
+
+
+def require_fitting_hosts(config: Config, site: Site) -> None:
+    """ConfigError where processes of several machines would announce or bind what only one of them understands."""
+    cluster, http = config.cluster, config.gateway.host
+    machines = {site.own.machine, *(host.machine for host in site.hosts.values())}
+    if len(machines) > 1 and cluster.host != AUTO:
+        raise ConfigError(
+            f"cluster.host: {cluster.host} cannot be the address of processes on {len(machines)} machines; "
+            'set cluster.host = "auto", each machine\'s own',
+            param="cluster.host",
+        )
+    away = [node.name for node in cluster.nodes if node.gateway and NodeId(node.name) not in site.here]
+    if away and is_loopback(http):
+        raise ConfigError(
+            f"gateway.host: {http} is reached on the gateway's own machine only, and node {away[0]} is on another one; "
+            'set gateway.host = "auto" or "0.0.0.0"',
+            param="gateway.host",
+        )
+    if len(site.hosts) > len({host.machine for host in site.hosts.values()}) and config.transfer.ucx_tls != "tcp":
+        raise ConfigError(
+            f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp, or "
+            'cluster.ray_strategy = "STRICT_SPREAD"',
+            param="transfer.ucx_tls",
+        )
 
 
 def _require_ports(config: Config) -> None:
@@ -109,3 +140,8 @@ def _own_ports(config: Config, role: Role, number: int, process: int) -> Config:
     kv = {"port": transfer.port + number} if transfer.port and role is Role.STORE else {}
     update = {"cluster": cluster.model_copy(update=ports), "transfer": transfer.model_copy(update=kv)}
     return config.model_copy(update=update)
+
+
+def _own_pool(config: Config, size: int) -> Config:
+    """``size``: bytes; 0: as configured."""
+    return config.model_copy(update={"store": config.store.model_copy(update={"pool_bytes": size})}) if size else config

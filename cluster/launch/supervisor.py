@@ -14,17 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
-
 from moonpool.cluster.etcd.address import registry_of
 from moonpool.cluster.identity.exposure import require_unexposed
 from moonpool.cluster.identity.folders import LAUNCHER, OPERATOR, folder_of, take
 from moonpool.cluster.identity.https import trusting
 from moonpool.cluster.identity.keeper import Keeper
 from moonpool.cluster.launch.death_watch import DeathWatch
-from moonpool.cluster.launch.plan import plan, with_shared_pool
+from moonpool.cluster.launch.host import Host, Site
+from moonpool.cluster.launch.plan import plan, require_fitting_hosts, shared_pools
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
 from moonpool.cluster.membership import Membership
+from moonpool.cluster.own_host import LOOPBACK, with_own_host
 from moonpool.cluster.process import Say
 from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec
@@ -33,15 +33,18 @@ from moonpool.core.errors import ConfigError, NoPath
 from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.core.principal import Party
-from moonpool.kvstore.regions import DEFAULT_DIRECTORY, free_memory, reclaim
+from moonpool.kvstore.regions import DEFAULT_DIRECTORY, reclaim
 
 STAGE_S = 600.0  # a process that neither joined nor ended by then is stuck
 READY_S = 60.0
 
 
 class Launcher(Protocol):
-    async def open(self) -> None:
-        """Called once, before anything else runs in this process that does not like its forks (gRPC). MoonpoolError."""
+    async def open(self) -> Site | None:
+        """Where the processes will be; None: all on this machine. MoonpoolError.
+
+        Called once, before anything else runs in this process that does not like its forks (gRPC).
+        """
 
     async def start(self, spec: RoleSpec) -> None:
         """Starts one process and keeps it running; returns before it is ready. MoonpoolError where it cannot start."""
@@ -65,17 +68,21 @@ class Supervisor:
         self._deaths: DeathWatch | None = None
         self._certificates = Keeper(config, say)
         self._starting = True
+        self._warned: set[str] = set()
         self.url = ""
+        self.links: tuple[str, ...] = ()
 
     async def start(self, model_dir: Path) -> list[Member]:
         """Everything up and answering; returns the members. The first failure of any process is raised as its one line."""
         began = time.monotonic()
-        for warning in require_unexposed(self._config):
-            self._say(warning)
+        self._require_unexposed([LOOPBACK])
         self._certificates.add((Party.LAUNCHER, LAUNCHER), (Party.OPERATOR, OPERATOR))
         take(self._config, LAUNCHER)
-        await self._launcher.open()
-        address = await self._open_registry()
+        site = await self._launcher.open() or _this_machine(self._config)
+        self.links = site.links
+        require_fitting_hosts(self._config, site)
+        self._require_unexposed([site.own.address, *(host.address for host in site.hosts.values())])
+        address = await self._open_registry(site.own.address)
         cluster, security = self._config.cluster, self._config.security
         state = ClusterState(
             ProcessRecord.of(os.getpid()),
@@ -87,9 +94,9 @@ class Supervisor:
         )
         self._state.write(state)
         peers = self._peers = Membership(address, self._config.timing, on_fenced=lambda why, replaced: None)
-        self._deaths = DeathWatch(peers, [NodeId(node.name) for node in self._config.cluster.nodes])
-        config = with_shared_pool(self._config, memory=free_memory(), space=_space(region_directory(self._config.store)))
-        for stage in plan(config, registry=address, model_dir=model_dir):
+        self._deaths = DeathWatch(peers, site.here)
+        pools = shared_pools(self._config, site.hosts)
+        for stage in plan(self._config, registry=address, model_dir=model_dir, pools=pools):
             self._say(f"starting {', '.join(spec.member for spec in stage)}")
             self._certificates.add(*((Party(spec.role.value), spec.member) for spec in stage))
             for spec in stage:
@@ -130,11 +137,19 @@ class Supervisor:
         self._state.clear()
         self._say("stopped")
 
-    async def _open_registry(self) -> str:
+    def _require_unexposed(self, addresses: list[str]) -> None:
+        """Says what is exposed where hosts have these ``addresses``, once each. ConfigError for what is refused."""
+        for address in addresses:
+            for warning in require_unexposed(with_own_host(self._config, address)):
+                if warning not in self._warned:
+                    self._warned.add(warning)
+                    self._say(warning)
+
+    async def _open_registry(self, address: str) -> str:
         if self._config.cluster.registry:
             return registry_of(self._config)
         self._registry = Registry(self._config.timing)
-        return await self._registry.start(self._config.cluster.host)
+        return await self._registry.start(with_own_host(self._config, address).cluster.host)
 
     async def _stage_live(self, peers: Membership, stage: list[RoleSpec]) -> None:
         def missing() -> list[MemberId]:
@@ -189,14 +204,9 @@ def region_directory(store: StoreConfig) -> Path:
     return Path(store.directory) if store.directory else DEFAULT_DIRECTORY
 
 
-def _space(folder: Path) -> int:
-    try:
-        return int(psutil.disk_usage(str(folder)).free)
-    except OSError as e:
-        raise ConfigError(
-            f"store.directory: cannot use {folder}: {e.strerror}; give a folder on a memory file system",
-            param="store.directory",
-        ) from e
+def _this_machine(config: Config) -> Site:
+    own = Host.this(LOOPBACK, region_directory(config.store))
+    return Site(own, {NodeId(node.name): own for node in config.cluster.nodes})
 
 
 def _reachable(host: str) -> str:
@@ -213,7 +223,7 @@ async def _wait_ready(url: str, trust: str, timeout_s: float) -> None:
 
 def _why_not_ready(url: str, context: ssl.SSLContext | None) -> str | None:
     try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=2.0, context=context) as answer:
+        with urllib.request.urlopen(f"{url}/ready?model=*", timeout=2.0, context=context) as answer:
             return None if answer.status == 200 else f"HTTP {answer.status}"
     except urllib.error.HTTPError as e:
         return f"HTTP {e.code}: {e.read(300).decode(errors='replace')}"

@@ -32,6 +32,7 @@ _NAME_RULE = "must be up to 64 letters, digits, dots, dashes and underscores, th
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Name = Annotated[str, Field(pattern=_NAME)]
+ModelName = Annotated[str, Field(pattern=r'^[^"\\\x00-\x1f\x7f]{1,200}$')]  # nothing in it needs escaping in TOML
 
 
 class Access(StrEnum):
@@ -59,6 +60,9 @@ class Tenant(Limits):
     weight: float = Field(1.0, gt=0, le=1_000, description="its share where tenants compete")
     region: str = Field("", pattern=r"^$|" + _NAME, description="tenants of one region share cached KV; empty: with nobody")
     pool_bytes: int = Field(0, ge=0, description="of a store node's memory that it may fill; 0: as much as there is")
+    models: tuple[ModelName, ...] = Field((), description="names of models that it may use; empty: all")
+    ttft_target_ms: float = Field(0.0, ge=0, description="TTFT target of its requests that carry none; 0: the model's")
+    tbt_target_ms: float = Field(0.0, ge=0, description="TBT target of its requests that carry none; 0: the model's")
 
 
 class ApiKey(Limits):

@@ -22,10 +22,26 @@ class Caller:
     weight: float = 1.0
     region: str = ""
     priority: int = MOST_URGENT  # the highest that its requests may claim
+    models: tuple[str, ...] = ()  # that it may use; empty: all
+    ttft_target_ms: float = 0.0  # of its requests that say nothing else; 0: the model's
+    tbt_target_ms: float = 0.0
 
     @classmethod
     def of(cls, key: ApiKey, tenant: Tenant) -> Caller:
-        return cls(key.tenant, key.name, key.roles, tenant.weight, tenant.region, key.priority)
+        return cls(
+            key.tenant,
+            key.name,
+            key.roles,
+            tenant.weight,
+            tenant.region,
+            key.priority,
+            tenant.models,
+            tenant.ttft_target_ms,
+            tenant.tbt_target_ms,
+        )
+
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
 
     def salt(self, hash_key: bytes, cache_salt: str = "") -> bytes:
         """What sets its block keys apart from everybody's but those of its region. Nobody who lacks the cluster's hash key
