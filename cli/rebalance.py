@@ -28,6 +28,7 @@ def rebalance(
     switch: Annotated[
         list[str] | None, typer.Option("--switch", metavar="WORKER=ROLE", help="This worker instead; may be repeated.")
     ] = None,
+    model: Annotated[str, typer.Option("--model", help="Whose workers, where the cluster serves several models.")] = "",
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for all of them.")] = 180.0,
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +38,7 @@ def rebalance(
     done; 1: a switch did not finish; 2: it could not be asked.
     """
     registry = find(name, config_file, settings).registry
-    code = asyncio.run(_rebalance(registry, apply, _wanted(switch or []), timeout_s, as_json))
+    code = asyncio.run(_rebalance(registry, model, apply, _wanted(switch or []), timeout_s, as_json))
     sys.exit(code)
 
 
@@ -53,7 +54,9 @@ def _wanted(switches: list[str]) -> dict[str, str]:
     return found
 
 
-async def _rebalance(registry: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool) -> int:
+async def _rebalance(
+    registry: str, model: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool
+) -> int:
     from moonpool.cluster import survey
     from moonpool.core.errors import ConfigError
 
@@ -64,7 +67,7 @@ async def _rebalance(registry: str, apply: bool, wanted: dict[str, str], timeout
         raise ConfigError(
             f"--switch: {unknown[0]!r} is no worker that switches; they are {', '.join(workers)}", param="--switch"
         )
-    told = await survey.rebalance(registry, apply, wanted)
+    told = await survey.rebalance(registry, apply, wanted, model)
     if not as_json:
         _print(told, apply)
     code = await _follow(registry, told, before, timeout_s) if apply else 0

@@ -29,14 +29,15 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Who is in the cluster: liveness, incarnation, readiness and gauges of every process."""
-    from moonpool.cluster.survey import leader_of, survey
+    from moonpool.cluster.survey import leader_of, leaders_of, survey
 
     running = find(name, config_file, settings)
     answers = asyncio.run(survey(running.registry))
     if as_json:
         url = running.local.url if running.local else ""
         leading = leader_of(answers)
-        facts = {"registry": running.registry, "url": url, "leader": leading.id if leading else ""}
+        leaders = {model: leader.id for model, leader in leaders_of(answers).items()}
+        facts = {"registry": running.registry, "url": url, "leader": leading.id if leading else "", "leaders": leaders}
         print(json.dumps({**facts, "members": [a.to_json() for a in answers]}, indent=2))
     else:
         _print(answers)
@@ -57,17 +58,19 @@ def _require_carrier(answers: list[Answer], carrier: str) -> None:
 
 def _print(answers: list[Answer]) -> None:
     """Who leads; one line a member, then its gauges that are not zero, wrapped to the terminal."""
-    from moonpool.cluster.survey import leader_of
+    from moonpool.cluster.survey import leaders_of
 
-    leading = leader_of(answers)
-    if leading is not None:
-        print(f"leading conductor: {leading.id}, term {leading.term}")
+    leaders = leaders_of(answers)
+    several = len({a.change.member.model for a in answers if a.change.member.model}) > 1
+    for model, leading in leaders.items():
+        print(f"leading conductor{f' of {model}' if several else ''}: {leading.id}, term {leading.term}")
     for answer in answers:
         member = answer.change.member
         ready = "ready" if member.ready else "not ready"
         print(
             f"{member.id:<14} {member.role.value:<9} node {member.node:<6} {answer.change.liveness.value:<7} {ready:<10}"
             f" pid {member.pid:<8} {member.address:<22} life {member.incarnation}"
+            f"{f'  model {member.model}' if several and member.model else ''}"
         )
         own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
         told = {**answer.words, **{k: v for k, v in member.details.items() if k == "probe"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moonpool.cluster.groups import belongs
 from moonpool.core.blocks import BlockHasher, key_id, load_hash_key, namespace
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, InvalidRequest
@@ -28,7 +29,6 @@ def prompt_keys(config: Config, stores: list[Member], text: str, *, chat: bool =
     from moonpool.cluster.gateway.tokenizer import Tokenizer
     from moonpool.cluster.models import local_model
 
-    layout, hash_key = layout_of(stores), _hash_key(config, stores)
     served = {m.model for m in stores if m.model}
     if served and config.model_name not in served:
         raise ConfigError(
@@ -36,6 +36,7 @@ def prompt_keys(config: Config, stores: list[Member], text: str, *, chat: bool =
             "--set model.path=PATH",
             param="model.path",
         )
+    layout, hash_key = layout_of([m for m in stores if belongs(m, config.model_name)]), _hash_key(config, stores)
     tokenizer = Tokenizer.load(local_model(config.model.path, lambda _: None))
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
     keys = BlockHasher(hash_key, namespace(layout), layout.block_tokens).keys(ids)

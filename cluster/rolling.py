@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from moonpool.cluster.groups import belongs
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.membership import Member
 
@@ -19,10 +20,14 @@ def in_order(members: Iterable[Member]) -> list[Member]:
 def gap(members: Sequence[Member], away: MemberId) -> str:
     """What clients would miss while ``away`` is restarted; empty: the others serve meanwhile. ``members``: all live ones.
 
-    What is missing anyway is not this restart's doing.
+    Others are those of its model. What is missing anyway is not this restart's doing.
     """
-    before, after = _serving(members), _serving([m for m in members if m.id != away])
-    return next((told for part, told in _TOLD.items() if before[part] and not after[part]), "")
+    model = next((m.model for m in members if m.id == away), "")
+    group = [m for m in members if belongs(m, model)]
+    before, after = _serving(group), _serving([m for m in group if m.id != away])
+    told = next((told for part, told in _TOLD.items() if before[part] and not after[part]), "")
+    several = len({m.model for m in members if m.model}) > 1
+    return f"of model {model!r}: {told}" if told and model and several else told
 
 
 _TOLD = {

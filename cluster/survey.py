@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from moonpool.cluster.etcd.address import is_etcd
+from moonpool.cluster.groups import belongs
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, MemberChange
@@ -60,10 +61,15 @@ async def survey(registry: str) -> list[Answer]:
     return list(await asyncio.gather(*(_ask(change) for change in await members(registry))))
 
 
-def leader_of(answers: list[Answer]) -> Member | None:
-    """The conductor that acts in the background; None where none does."""
+def leaders_of(answers: list[Answer]) -> dict[str, Member]:
+    """By model the conductor that acts in the background, where one does."""
     live = [a.change.member for a in answers if a.change.liveness is Liveness.LIVE and a.change.member.term]
-    return max(live, key=lambda member: member.term, default=None)
+    return {member.model: member for member in sorted(live, key=lambda member: (member.model, member.term))}
+
+
+def leader_of(answers: list[Answer]) -> Member | None:
+    """Of the only model, or of the first; None where nobody leads."""
+    return next(iter(leaders_of(answers).values()), None)
 
 
 def carriers_between_nodes(answers: list[Answer]) -> set[str]:
@@ -98,9 +104,17 @@ def _trouble(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {why_unreachable(error.details()) if down else error.details()}"
 
 
-async def rebalance(registry: str, apply: bool, switches: dict[str, str]) -> dict[str, Any]:
-    """What a conductor would do about the split of roles, or begins to do. NoPath without a conductor that answers."""
+async def rebalance(registry: str, apply: bool, switches: dict[str, str], model: str = "") -> dict[str, Any]:
+    """What a conductor of ``model`` would do about the split of roles, or begins to do.
+
+    NoPath without a conductor that answers; InvalidRequest where the cluster has several models and none is named.
+    """
     conductors = [c.member for c in await members(registry) if c.liveness is Liveness.LIVE and c.member.role is Role.CONDUCTOR]
+    served = sorted({conductor.model for conductor in conductors if conductor.model})
+    if (model and model not in served) or (not model and len(served) > 1):
+        what = f"{model!r} has no conductor" if model else "this cluster serves several"
+        raise InvalidRequest(f"--model: {what}; give one of {', '.join(served) or 'none'}", param="model")
+    conductors = [conductor for conductor in conductors if belongs(conductor, model)]
     if apply and conductors and not any(conductor.term for conductor in conductors):
         raise NoPath("conductor: none leads at this moment; ask again in a few seconds", retry_after_s=2.0)
     for conductor in sorted(conductors, key=lambda member: -member.term):  # the leading one first
