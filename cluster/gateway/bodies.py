@@ -13,6 +13,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1_000
 MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+MAX_CACHE_KEY_CHARS = 1_024
+MOST_PRIORITY = 1 << 31
+LEAST_TARGET_MS = 1e-3  # what is divided by a target has to stay a number
 MAX_FIELDS = 256  # of one object; the unknown ones among them are an error each
 _UINT32 = (1 << 32) - 1
 
@@ -40,6 +43,20 @@ class StreamOptions(_Body):
     include_obfuscation: bool = Field(False, description="accepted and ignored: chunks are never padded")
 
 
+class Slo(_Body):
+    """Latency targets, for clients that cannot send headers. 0: none; left out: the default."""
+
+    ttft_ms: float | None = Field(None, ge=0)
+    tbt_ms: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _times(self) -> Self:
+        for name in ("ttft_ms", "tbt_ms"):
+            if 0 < (getattr(self, name) or 0.0) < LEAST_TARGET_MS:
+                raise refusal(f"slo.{name}", f"{getattr(self, name)} is no time; give milliseconds, or 0 for no target")
+        return self
+
+
 class SamplingBody(_Body):
     """What both endpoints share."""
 
@@ -62,6 +79,16 @@ class SamplingBody(_Body):
         False, description="sampled ids beside the text, as token_ids; prompt_token_ids if not streamed"
     )
     cache_salt: str = Field("", min_length=1, max_length=MAX_SALT_CHARS, description="KV is shared with equal ones only")
+    prompt_cache_key: str = Field(
+        "", max_length=MAX_CACHE_KEY_CHARS, description="requests of one key come back alike: a hint to eviction"
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] = Field(
+        "in_memory", description="24h: its blocks are used again after longer pauses: a hint to eviction"
+    )
+    priority: int = Field(
+        0, ge=-MOST_PRIORITY, le=MOST_PRIORITY, description="smaller is more urgent, among the tenant's own requests"
+    )
+    slo: Slo | None = Field(None, description="latency targets: ttft_ms and tbt_ms")
     stream: bool = False
     stream_options: StreamOptions | None = None
 

@@ -25,8 +25,6 @@ IGNORED = frozenset(
     {
         "metadata",
         "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
         "request_id",  # of the client's own books; ours is in the response header
         "safety_identifier",
         "service_tier",

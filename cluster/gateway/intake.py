@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import secrets
 from collections.abc import Mapping
 
 from moonpool.cluster.gateway.attempts import AttemptEnded, Attempts
-from moonpool.cluster.gateway.bodies import ChatBody, SamplingBody
+from moonpool.cluster.gateway.bodies import LEAST_TARGET_MS, ChatBody, SamplingBody, Slo
 from moonpool.cluster.gateway.choice import Choice
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
@@ -32,7 +33,7 @@ DEADLINE_HEADER = "x-deadline-ms"
 PRIORITY_HEADER = "x-moonpool-priority"
 KIND_HEADER = "x-moonpool-kind"
 MAX_KIND_CHARS = 64
-LEAST_MS = 1e-3  # what is divided by a target has to stay a number
+KIND_BYTES = 8
 
 
 class Intake:
@@ -53,8 +54,8 @@ class Intake:
 
         ``id`` names it, several choices get numbered names; ``size`` is its body's, in bytes.
         """
-        targets, budget_ms = self._targets(headers, caller), self._budget_ms(headers)
-        priority, kind = _priority(headers, caller), _kind(headers)
+        targets, budget_ms = self._targets(headers, body.slo or Slo(), caller), self._budget_ms(headers)
+        priority, kind = _priority(headers, body, caller), _kind(headers, body)
         named = self._roster.hasher(caller, body.cache_salt)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
@@ -81,11 +82,13 @@ class Intake:
             runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
         return Generation(runs, self._now)
 
-    def _targets(self, headers: Mapping[str, str], caller: Caller) -> Targets:
-        """As the request says, else its tenant, its model, the gateway."""
+    def _targets(self, headers: Mapping[str, str], slo: Slo, caller: Caller) -> Targets:
+        """As the headers say, else the body, the tenant, the model, the gateway."""
         model, gateway = self._config.model, self._config.gateway
         ttft = caller.ttft_target_ms or model.ttft_target_ms or gateway.ttft_target_ms
         tbt = caller.tbt_target_ms or model.tbt_target_ms or gateway.tbt_target_ms
+        ttft = ttft if slo.ttft_ms is None else slo.ttft_ms
+        tbt = tbt if slo.tbt_ms is None else slo.tbt_ms
         return Targets(ttft_ms=_target(headers, TTFT_HEADER, ttft), tbt_ms=_target(headers, TBT_HEADER, tbt))
 
     def _output_tokens(self, body: SamplingBody, prompt: Prompt) -> int:
@@ -162,14 +165,17 @@ def _target(headers: Mapping[str, str], name: str, default: float, zero: str = "
         value = default if raw is None else float(raw)
     except ValueError:
         value = math.nan
-    if not (value == 0 or LEAST_MS <= value < math.inf):
+    if not (value == 0 or LEAST_TARGET_MS <= value < math.inf):
         raise InvalidRequest(f"{name}: {raw!r} is not a time; give milliseconds, or 0 for {zero}", param=name)
     return value or None
 
 
-def _priority(headers: Mapping[str, str], caller: Caller) -> int:
-    """What the request claims, as far as its key allows; 0, or less where the key says so, if it claims nothing."""
-    raw = headers.get(PRIORITY_HEADER, "0")
+def _priority(headers: Mapping[str, str], body: SamplingBody, caller: Caller) -> int:
+    """What the request claims, as far as its key allows; 0, or less where the key says so, if it claims nothing.
+
+    The body's field is vLLM's, where the smallest goes first.
+    """
+    raw = headers.get(PRIORITY_HEADER, str(-body.priority))
     try:
         return max(-MOST_URGENT, min(int(raw), caller.priority))
     except ValueError:
@@ -178,8 +184,13 @@ def _priority(headers: Mapping[str, str], caller: Caller) -> int:
         ) from None
 
 
-def _kind(headers: Mapping[str, str]) -> str:
-    raw = headers.get(KIND_HEADER, "")
+def _kind(headers: Mapping[str, str], body: SamplingBody) -> str:
+    """A class of requests that come back alike; eviction learns from it, and nothing else hears of it."""
+    raw = headers.get(KIND_HEADER)
+    if raw is None:
+        key = body.prompt_cache_key.encode(errors="surrogatepass")
+        named = hashlib.blake2b(key, digest_size=KIND_BYTES).hexdigest() if key else ""
+        return f"{named}+24h" if body.prompt_cache_retention == "24h" else named
     if len(raw) > MAX_KIND_CHARS or not (raw.isascii() and raw.isprintable()):
         raise InvalidRequest(
             f"{KIND_HEADER}: {raw[:40]!r} names no kind of traffic; use up to {MAX_KIND_CHARS} printable ASCII characters",

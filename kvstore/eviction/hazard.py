@@ -206,7 +206,7 @@ class Hazard:
 
     def _coded(self, group: Group, parent: Group | None, now: float) -> tuple[int, ...]:
         use = group.use
-        kind = self._kinds.setdefault((use.tenant, use.kind), min(len(self._kinds) + 1, KINDS - 1))
+        kind = self._kind(use)
         turn = bisect.bisect_right(TURNS, group.turn)
         prompt = _half_octave(use.prompt_tokens)
         gap = growth = 0
@@ -214,6 +214,13 @@ class Hazard:
             gap = bisect.bisect_right(GAPS_S, now - parent.born)
             growth = bisect.bisect_right(GROWTH, use.prompt_tokens - parent.use.prompt_tokens) + 1
         return kind, turn, prompt, gap, growth, turn * OCTAVES + prompt // 2
+
+    def _kind(self, use: Use) -> int:
+        """Clients name kinds, as many as they like: from some number on, new ones are one and the same."""
+        named = (use.tenant, use.kind)
+        if len(self._kinds) < KINDS - 2:
+            return self._kinds.setdefault(named, len(self._kinds) + 1)
+        return self._kinds.get(named, KINDS - 1)
 
     def _parent_in_the_past(self, rows: Sequence[int]) -> Group | None:
         """The newest user of the deepest of these blocks that was here before and was evicted."""
