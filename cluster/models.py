@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray gives to the entry of a job
 
 
 def local_model(path: str, progress: Callable[[str], None]) -> Path:
@@ -22,7 +25,7 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
             return found.absolute()
     progress(f"model {path}: looking for it")
     fetch = (sys.executable, "-m", "moonpool.cli.main", "model", "fetch", path)
-    with subprocess.Popen(fetch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(fetch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_outside_of_job()) as child:
         said = ""
         for line in child.stderr or ():
             if said:
@@ -53,3 +56,8 @@ def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     shape = check_config(read_config(model_dir))
     fingerprint = model_fingerprint(model_dir, default_cache())
     return KVLayout(fingerprint, shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
+
+
+def _outside_of_job() -> dict[str, str]:
+    """The environment of a command that is not the entry of the Ray job that this process may be."""
+    return {name: value for name, value in os.environ.items() if name != JOB_CONFIG}

@@ -21,7 +21,7 @@ def load_key(path: Path, param: str) -> bytes:
     """
     try:
         if not path.exists():
-            _make(path)
+            _make(path, os.urandom(KEY_FILE_BYTES))
         raw = path.read_bytes()
     except OSError as e:
         raise ConfigError(f"{param}: cannot read or make {path}: {e.strerror}; give a writable path", param=param) from e
@@ -30,6 +30,15 @@ def load_key(path: Path, param: str) -> bytes:
             f"{param}: {path} holds {len(raw)} bytes, {KEY_FILE_BYTES} needed; remove it to make a new one", param=param
         )
     return raw
+
+
+def keep_key(path: Path, key: bytes, param: str) -> None:
+    """``key`` in ``path`` (mode 0600), where there is none yet. ConfigError naming ``param`` where it cannot be made."""
+    try:
+        if not path.exists():
+            _make(path, key)
+    except OSError as e:
+        raise ConfigError(f"{param}: cannot make {path}: {e.strerror}; give a writable path", param=param) from e
 
 
 def require_private(path: Path, param: str) -> None:
@@ -45,11 +54,11 @@ def key_id(key: bytes, kind: str) -> str:
     return hashlib.blake2b(f"moonpool {kind} id".encode() + key, digest_size=8).hexdigest()
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, key: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     with os.fdopen(fd, "wb") as f:
-        f.write(os.urandom(KEY_FILE_BYTES))
+        f.write(key)
     try:
         os.link(fresh, path)  # atomic: the first one wins, the others read it
     except FileExistsError:

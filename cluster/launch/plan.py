@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from moonpool.cluster.leaving import END_S, end_s
@@ -12,7 +12,6 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, NodeId, Role
 
 LAST_PORT = 65_535
-SPARE = 0.1  # of the memory file system: left to others
 
 # A stage starts once every process of the one before has joined: workers need their host's store node.
 STAGES: tuple[tuple[Role, ...], ...] = (
@@ -44,10 +43,13 @@ def patience_s(config: Config) -> float:
     return END_S + sum(max(end_s(config, role) for role in roles) for roles in ENDS)
 
 
-def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpec]]:
+def plan(
+    config: Config, *, registry: str, model_dir: Path, pools: Mapping[NodeId, int] | None = None
+) -> list[list[RoleSpec]]:
     """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0.
 
     ``model_dir`` is that of [model]; the paths of further models are local directories (``models.with_local_models``).
+    ``pools``: bytes of the pools that are not as configured.
     ConfigError where the ports that were chosen are too few.
     """
     _require_ports(config)
@@ -65,46 +67,10 @@ def plan(config: Config, *, registry: str, model_dir: Path) -> list[list[RoleSpe
                     own = _own_port(config, number) if gateway else config.of_model(node.model)
                     directory = model_dir if gateway or own.model == config.model else Path(own.model.path)
                     own = _own_ports(own, role, number, sum(counts.values()) - 1)
+                    own = _own_pool(own, (pools or {}).get(NodeId(node.name), 0))
                     stage.append(RoleSpec(MemberId(name), role, NodeId(node.name), own, registry, directory))
         stages.append(stage)
     return stages
-
-
-def shared_pools(config: Config, hosts: Mapping[NodeId, Host]) -> dict[NodeId, int]:
-    """Where ``store.pool_bytes`` is left open, the node ids of one machine share half of what is free there, in bytes."""
-    if config.store.pool_bytes:
-        return {}
-    sharing = Counter(host.machine for host in hosts.values())
-    return {
-        node: min(host.memory // 2, int(host.space * (1 - SPARE))) // sharing[host.machine]
-        for node, host in hosts.items()
-        if sharing[host.machine] > 1
-    }
-
-
-def require_fitting_hosts(config: Config, site: Site) -> None:
-    """ConfigError where processes of several machines would announce or bind what only one of them understands."""
-    cluster, http = config.cluster, config.gateway.host
-    machines = {site.own.machine, *(host.machine for host in site.hosts.values())}
-    if len(machines) > 1 and cluster.host != AUTO:
-        raise ConfigError(
-            f"cluster.host: {cluster.host} cannot be the address of processes on {len(machines)} machines; "
-            'set cluster.host = "auto", each machine\'s own',
-            param="cluster.host",
-        )
-    away = [node.name for node in cluster.nodes if node.gateway and NodeId(node.name) not in site.here]
-    if away and is_loopback(http):
-        raise ConfigError(
-            f"gateway.host: {http} is reached on the gateway's own machine only, and node {away[0]} is on another one; "
-            'set gateway.host = "auto" or "0.0.0.0"',
-            param="gateway.host",
-        )
-    if len(site.hosts) > len({host.machine for host in site.hosts.values()}) and config.transfer.ucx_tls != "tcp":
-        raise ConfigError(
-            f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp, or "
-            'cluster.ray_strategy = "STRICT_SPREAD"',
-            param="transfer.ucx_tls",
-        )
 
 
 def _require_ports(config: Config) -> None:

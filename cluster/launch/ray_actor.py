@@ -4,31 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from moonpool.cluster.process import Make, Process
+from moonpool.cluster.launch.host import machine
+from moonpool.cluster.models import local_model
+from moonpool.cluster.own_host import with_own_host
+from moonpool.cluster.process import EXIT_BAD_START, Make, Process, Say
 from moonpool.cluster.role_switch import in_kept_role
 from moonpool.cluster.spec import RoleSpec
+from moonpool.core.errors import MoonpoolError
+from moonpool.core.key_files import keep_key
 
 KEPT_LINES = 256
 
 
-class RoleActor:
-    """``run`` is the life of the process's role. A restarted actor is a new object that has to be run again."""
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What any actor tells of the cluster it is part of. ``job``: submission id of its Ray job; empty: it is none."""
 
-    def __init__(self, spec: str, make: Make) -> None:
-        self._spec = in_kept_role(RoleSpec.from_json(spec))
-        self._make = make
+    registry: str
+    job: str
+    supervisor: str  # its process and host, in words
+
+
+class RoleActor:
+    """``run`` is the life of the process's role. A restarted actor is a new object that has to be run again.
+
+    ``cluster`` is for those who find it by Ray.
+    """
+
+    def __init__(self, spec: str, cluster: Cluster, make: Make) -> None:
+        import ray
+
+        kept = in_kept_role(RoleSpec.from_json(spec))
+        self._spec = replace(kept, config=with_own_host(kept.config, ray.util.get_node_ip_address()))
+        os.environ.update({k: v for k, v in self._spec.environment().items() if k not in os.environ})
+        self._cluster, self._make = cluster, make
         self._process: Process | None = None
         self._stopped = False
         self._lines: asyncio.Queue[str] = asyncio.Queue(KEPT_LINES)
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def arrive(self, hash_key: bytes) -> tuple[int, str]:
+        """This process, and the machine on which that number means it. ``hash_key`` is kept where this host has none yet."""
+        if hash_key:
+            keep_key(Path(self._spec.config.cluster.key_file), hash_key, "cluster.key_file")
+        return os.getpid(), machine()
+
+    async def about(self) -> Cluster:
+        return self._cluster
 
     async def run(self) -> tuple[int, str]:
         """Starts the role and stays until it is stopped: (exit code, why it could not start)."""
         self._loop = asyncio.get_running_loop()
-        self._process = Process(self._spec, self._make, self._say)
+        try:
+            spec = await asyncio.to_thread(_with_local_model, self._spec, self._say)
+        except MoonpoolError as e:
+            return EXIT_BAD_START, e.message
+        self._process = Process(spec, self._make, self._say)
         if self._stopped:
             self._process.stop()
         return await self._process.live()
@@ -49,3 +82,11 @@ class RoleActor:
         if self._lines.full():
             self._lines.get_nowait()
         self._lines.put_nowait(line)
+
+
+def _with_local_model(spec: RoleSpec, say: Say) -> RoleSpec:
+    """The model as the driver found it, where this host has it there, too; else as ``model.path`` names it here."""
+    elsewhere = spec.config.cluster.ray_address != "local" and spec.config.model.path
+    if not elsewhere or (spec.model_dir / "config.json").is_file():
+        return spec
+    return replace(spec, model_dir=local_model(spec.config.model.path, say))

@@ -1,51 +1,44 @@
 """Starts roles as named Ray actors: Ray places them (one placement group bundle per node id) and restarts them.
 
-The driver is the supervisor; it owns a local Ray cluster of its own, which ends with it.
+The driver is the supervisor. ``cluster.ray_address`` says in which Ray: in a local one of its own, which ends with it, or in
+one that is there, whose nodes may be other hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from moonpool.cluster.launch.plan import ends
+from moonpool.cluster.launch.host import Host, Site, machine
+from moonpool.cluster.launch.plan import ends, patience_s
+from moonpool.cluster.launch.ray_actor import Cluster, RoleActor
+from moonpool.cluster.launch.ray_bundles import cpus, gpus, short_of_cpus
+from moonpool.cluster.launch.ray_room import Room
+from moonpool.cluster.launch.ray_session import JOB_STOP_WAIT, LOCAL, Session, job_id, join, last_line, resolved, start_own, stop_wait_s
 from moonpool.cluster.launch.state import StateDir
+from moonpool.cluster.own_host import with_own_host
 from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Make, Say
 from moonpool.cluster.roles import make
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.config import Config, NodeConfig
+from moonpool.core.blocks import load_hash_key
+from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
-from moonpool.core.ids import MemberId, Role
+from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.kvstore.regions import DEFAULT_DIRECTORY
 
-# Fractions, so that the demo's two nodes fit on two cores: Ray counts them, the kernel shares the cores.
-CPUS = {Role.STORE: 0.1, Role.PREFILL: 0.4, Role.DECODE: 0.4, Role.BOTH: 1.0, Role.CONDUCTOR: 0.1, Role.GATEWAY: 0.1}
-PLACE_S = 30.0
 RETRY_S = 0.3  # while Ray restarts an actor (2 to 3 s), calls to it are refused
 FREE_S = 10.0  # for the name of a killed actor to come free
-OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: no token and no KV goes through it
-
-
-def cpus_of(node: NodeConfig) -> float:
-    workers = {Role.PREFILL: node.prefill, Role.DECODE: node.decode, Role.BOTH: node.both}
-    return round(
-        CPUS[Role.STORE]
-        + sum(CPUS[role] * count for role, count in workers.items())
-        + CPUS[Role.CONDUCTOR] * node.conductor
-        + CPUS[Role.GATEWAY] * node.gateway,
-        3,
-    )
 
 
 class RayLauncher:
-    """``cpus``: what the local Ray cluster is told it has; None: the machine's cores."""
+    """``cpus``: what a local Ray cluster is told it has; None: the machine's cores."""
 
     def __init__(
         self,
@@ -58,36 +51,34 @@ class RayLauncher:
         make: Make = make,
     ) -> None:
         self._config, self._state, self._say, self._failed = config, state, say, failed
+        self._own = config.cluster.ray_address == LOCAL
         self._cpus = cpus if cpus is not None else float(os.cpu_count() or 1)
         self._make = make
         self._scratch: Path | None = None
-        self._opening: asyncio.Task[None] | None = None
-        self._group: Any = None
+        self._opening: asyncio.Task[Session] | None = None
+        self._room: Room | None = None
+        self._hosts: dict[NodeId, Host] = {}
+        self._hash_key = b""
         self._actors: dict[MemberId, Any] = {}
         self._roles: dict[MemberId, Role] = {}
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
-    async def open(self) -> None:
-        """Starts Ray. ConfigError, at once, when it has fewer CPUs than the processes need."""
-        needed = round(sum(cpus_of(n) for n in self._config.cluster.nodes), 3)
-        if needed > self._cpus:
-            raise ConfigError(
-                f"cluster.nodes: these processes need {needed:g} CPU, Ray has {self._cpus:g}; "
-                "run fewer of them, or use --launcher process",
-                param="cluster.nodes",
-            )
-        self._say("starting Ray")
-        # Short: the paths of Ray's sockets lie below it and may not pass 107 bytes.
-        self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
-        self._state.keep_scratch(self._scratch)
-        self._opening = asyncio.create_task(asyncio.to_thread(self._init), name="ray-init")
-        await asyncio.shield(self._opening)
+    async def open(self) -> Site:
+        """Starts or joins Ray and takes room in it. ConfigError where it lacks something, naming it."""
+        session = await (self._start_own() if self._own else self._join())
         # Ray has put a handler that dumps and aborts below Python's: what was set in Python counts again.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        for child in psutil.Process().children(recursive=True):
-            self._state.record(f"ray-{child.pid}", child.pid)
-        await self._place()
+        self._room = await Room.find(self._config, self._say, may_grow=not self._own)
+        regions = Path(self._config.store.directory or DEFAULT_DIRECTORY)
+        own = Host.this(session.address, regions)
+        if self._own:
+            self._hosts = {NodeId(node.name): own for node in self._config.cluster.nodes}
+        else:
+            self._hosts = await self._room.hosts(regions)
+            self._say(f"placed: {', '.join(f'{node} on {host.address}' for node, host in self._hosts.items())}")
+        links = (f"Ray dashboard: http://{session.dashboard}",) if session.dashboard else ()
+        return Site(own, self._hosts, links)
 
     async def start(self, spec: RoleSpec) -> None:
         self._actors[spec.member] = self._create(spec)
@@ -95,7 +86,7 @@ class RayLauncher:
         self._keepers[spec.member] = asyncio.create_task(self._keep(spec), name=f"keep-{spec.member}")
 
     async def stop(self) -> None:
-        """Stops everybody in the order of ``plan.ends``, then Ray itself."""
+        """Stops everybody in the order of ``plan.ends``, then leaves Ray, or stops it where it is our own."""
         self._stopping.set()
         if self._opening is None:
             return
@@ -111,62 +102,79 @@ class RayLauncher:
         await asyncio.gather(*self._keepers.values(), return_exceptions=True)
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
+        if self._room:
+            self._room.leave()
         await asyncio.to_thread(ray.shutdown)
         self._state.drop_scratch()
 
-    def _init(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # on loopback, one user; token in shared deployments
-        # Ray would kill our actors once the whole machine, whoever fills it, is 95 % full. Budgets are checked at start-up.
-        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-        import ray
+    # Ray
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        ray.init(
-            address="local",
-            namespace=self._config.cluster.name,
-            num_cpus=self._cpus,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(self._scratch),
-            _node_ip_address=self._config.cluster.host,
-        )
-
-    async def _place(self) -> None:
-        from ray.util.placement_group import placement_group
-
-        bundles = [{"CPU": cpus_of(node)} for node in self._config.cluster.nodes]
-        self._group = placement_group(bundles, strategy="SPREAD", name=f"{self._config.cluster.name}/nodes")
-        try:
-            await asyncio.wait_for(_resolved(self._group.ready()), PLACE_S)
-        except TimeoutError as e:
+    async def _start_own(self) -> Session:
+        if missing := short_of_cpus(self._config, self._cpus):
             raise ConfigError(
-                f"cluster.nodes: Ray did not place {bundles} within {PLACE_S:.0f} s; missing: CPU", param="cluster.nodes"
-            ) from e
+                f"cluster.nodes: {missing}; run fewer of them, or use --launcher process", param="cluster.nodes"
+            )
+        self._say("starting Ray")
+        # Short: the paths of Ray's sockets lie below it and may not pass 107 bytes.
+        self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
+        self._state.keep_scratch(self._scratch)
+        session = await self._opened(lambda: start_own(self._config, self._scratch or Path(), self._cpus))
+        for child in psutil.Process().children(recursive=True):
+            self._state.record(f"ray-{child.pid}", child.pid)
+        return session
+
+    async def _join(self) -> Session:
+        cluster = self._config.cluster
+        self._say(f"joining Ray ({cluster.ray_address})")
+        if self._config.security.tls == "off":  # its wire is as plain as ours then
+            self._hash_key = load_hash_key(Path(cluster.key_file))
+        session = await self._opened(lambda: join(self._config, namespace=cluster.name))
+        await self._require_free_name()
+        if job_id() and stop_wait_s() < patience_s(self._config):
+            self._say(
+                f"WARNING: `ray job stop` kills this job after {stop_wait_s():g} s, its orderly end may take "
+                f"{patience_s(self._config):.0f} s; set {JOB_STOP_WAIT} in env_vars of the job's runtime environment"
+            )
+        return session
+
+    async def _opened(self, open_: Callable[[], Session]) -> Session:
+        self._opening = asyncio.create_task(asyncio.to_thread(open_), name="ray-init")
+        return await asyncio.shield(self._opening)
+
+    async def _require_free_name(self) -> None:
+        """Actors of a cluster that has just ended are given a moment to go."""
+        from ray.util import list_named_actors
+
+        name, until = self._config.cluster.name, asyncio.get_running_loop().time() + FREE_S
+        while taken := [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == name]:
+            if asyncio.get_running_loop().time() > until:
+                raise ConfigError(
+                    f"cluster.name: {name!r} runs in this Ray already ({', '.join(sorted(taken))}); stop it, or give another --name",
+                    param="cluster.name",
+                )
+            await asyncio.sleep(RETRY_S)
 
     def _create(self, spec: RoleSpec) -> Any:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from moonpool.cluster.launch.ray_actor import RoleActor
-
-        names = [node.name for node in self._config.cluster.nodes]
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=names.index(spec.node))
-        variables = {k: v for k, v in spec.environment().items() if k not in os.environ}
+        assert self._room is not None
+        cluster, host = self._config.cluster, self._hosts[spec.node]
+        # Its own process adds what depends on its host. OMP_NUM_THREADS would be Ray's if it were not set here.
+        there = with_own_host(spec.config, host.address)
+        wanted = RoleSpec(spec.member, spec.role, spec.node, there, spec.registry, spec.model_dir).environment()
+        variables = {k: v for k, v in wanted.items() if k not in os.environ and k != "UCX_MODULES"}
         return (
             ray.remote(RoleActor)
             .options(
-                name=f"{self._config.cluster.name}/{spec.member}",
-                num_cpus=CPUS[spec.role],
-                max_restarts=self._config.cluster.max_restarts,
+                name=f"{cluster.name}/{spec.member}",
+                num_cpus=cpus(self._config, spec.role),
+                num_gpus=gpus(self._config, spec.role),
+                max_restarts=cluster.max_restarts,
                 max_task_retries=0,  # an effect is retried by attempts of ours, never by Ray
-                scheduling_strategy=where,
+                scheduling_strategy=self._room.on(spec.node),
                 runtime_env={"env_vars": variables},
             )
-            .remote(spec.to_json(), self._make)
+            .remote(spec.to_json(), Cluster(spec.registry, job_id(), _this_process()), self._make)
         )
 
     # one actor
@@ -180,9 +188,9 @@ class RayLauncher:
             actor = self._actors[spec.member]
             listener = asyncio.create_task(self._listen(spec.member, actor))
             try:
-                self._state.record(spec.member, await _resolved(actor.pid.remote()))
+                await self._arrived(spec.member, actor)
                 running = True
-                code, why = await _resolved(actor.run.remote())
+                code, why = await resolved(actor.run.remote())
                 if code == EXIT_RESTART:
                     self._say(f"[{spec.member}] left, to be started anew")
                     self._actors[spec.member] = await self._anew(spec, actor)
@@ -193,7 +201,7 @@ class RayLauncher:
                     return
             except ActorDiedError as e:
                 if not self._stopping.is_set():
-                    self._failed(spec.member, f"died for good: {_last_line(e)}")
+                    self._failed(spec.member, f"died for good: {last_line(e)}")
                 return
             except RayActorError:  # it died, or is being restarted
                 if running and not self._stopping.is_set():
@@ -202,6 +210,12 @@ class RayLauncher:
                 await asyncio.sleep(RETRY_S)
             finally:
                 listener.cancel()
+
+    async def _arrived(self, member: MemberId, actor: Any) -> None:
+        """Another machine's process numbers mean nothing here: only those of this one are remembered."""
+        pid, where = await resolved(actor.arrive.remote(self._hash_key))
+        if where == machine():
+            self._state.record(member, pid)
 
     async def _anew(self, spec: RoleSpec, actor: Any) -> Any:
         """A new actor in the place of ``actor``, which has left: Ray counts no restart."""
@@ -222,16 +236,10 @@ class RayLauncher:
 
         try:
             while True:
-                self._say(f"[{member}] {await _resolved(actor.next_line.remote())}")
+                self._say(f"[{member}] {await resolved(actor.next_line.remote())}")
         except RayError:
             return
 
 
-async def _resolved(reference: Any) -> Any:
-    return await reference
-
-
-def _last_line(error: BaseException) -> str:
-    """Ray puts the actor's own traceback into its error; the cause stands last."""
-    lines: Sequence[str] = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+def _this_process() -> str:
+    return f"process {os.getpid()} on {os.uname().nodename}"

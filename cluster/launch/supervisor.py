@@ -20,8 +20,8 @@ from moonpool.cluster.identity.folders import LAUNCHER, OPERATOR, folder_of, tak
 from moonpool.cluster.identity.https import trusting
 from moonpool.cluster.identity.keeper import Keeper
 from moonpool.cluster.launch.death_watch import DeathWatch
-from moonpool.cluster.launch.host import Host, Site
-from moonpool.cluster.launch.plan import plan, require_fitting_hosts, shared_pools
+from moonpool.cluster.launch.host import Host, Site, require_fitting_hosts, shared_pools
+from moonpool.cluster.launch.plan import plan
 from moonpool.cluster.launch.state import ClusterState, ProcessRecord, StateDir
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.own_host import LOOPBACK, with_own_host
