@@ -1,4 +1,4 @@
-"""``moonpool down``: stops the cluster that runs here, and what a dead one left."""
+"""``moonpool down``: stops the cluster that runs here or in a Ray cluster, and what a dead one left."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def down(name: ClusterName = None, config_file: ConfigFile = None, settings: Set
             f"{running.state.registry}; `down` stops only what runs here: leave cluster.registry out, or give --name",
             param="cluster.registry",
         )
+    if running.state is None and running.config.cluster.ray_address != "local":
+        from moonpool.cluster.launch.ray_finder import stop
+
+        stop(running.config, say)
+        return
     if running.state is not None:
         supervisor = running.state.supervisor
         say(f"stopping {running.state.name} (process {supervisor.pid})")

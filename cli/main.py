@@ -30,6 +30,7 @@ from moonpool.cli import (
     store,
     up,
 )
+from moonpool.cli.job import exit_code_told
 from moonpool.core.errors import MoonpoolError
 
 
@@ -87,13 +88,14 @@ def run() -> None:
     """The console script. Errors we raise on purpose are one line and exit code 2."""
     choices = Choices()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it would write a line for every connection that speaks no TLS
-    try:
-        build(choices)()
-    except MoonpoolError as e:
-        if choices.debug:
-            raise
-        print(f"moonpool: {e.message}", file=sys.stderr)
-        sys.exit(2)
+    with exit_code_told():
+        try:
+            build(choices)()
+        except MoonpoolError as e:
+            if choices.debug:
+                raise
+            print(f"moonpool: {e.message}", file=sys.stderr)
+            sys.exit(2)
 
 
 if __name__ == "__main__":

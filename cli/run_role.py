@@ -39,6 +39,7 @@ def run(
     import asyncio
 
     from moonpool.cluster.identity.exposure import require_unexposed
+    from moonpool.cluster.own_host import on_this_host
     from moonpool.cluster.roles import make
     from moonpool.cluster.run import run_role
 
@@ -46,6 +47,7 @@ def run(
         spec = _read_spec(spec_file)
         asyncio.run(run_role(spec, make, lambda line: print(line, flush=True), lifeline=sys.stdin.fileno()))
     config, _ = read_config(config_file, settings, {"cluster.registry": registry or None})
+    config = on_this_host(config)
     for warning in require_unexposed(config):
         say(warning)
     if role == "registry":

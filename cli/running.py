@@ -1,8 +1,8 @@
-"""Finds the cluster that verbs talk to: the one whose registry was named, else the one that runs on this machine."""
+"""Finds the cluster that verbs talk to: whose registry was named, else what runs on this machine, else in a Ray cluster."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,14 @@ class Running:
     config: Config
     state_dir: StateDir
     state: ClusterState | None
+    in_ray: str = ""  # registry of the cluster of this name in the Ray cluster that the configuration names
 
     @property
     def named(self) -> str:
-        """The registry that the configuration names, whatever runs here; empty: none."""
+        """The registry that the configuration names, by itself or by its Ray cluster, whatever runs here; empty: none."""
         from moonpool.cluster.etcd.address import registry_of
 
-        return registry_of(self.config)
+        return self.in_ray or registry_of(self.config)
 
     @property
     def registry(self) -> str:
@@ -102,6 +103,10 @@ def find(
     config, _ = read_config(config_file, settings, {"cluster.name": name})
     state_dir = StateDir(Path(config.cluster.state_dir))
     running = Running(config, state_dir, state_dir.read())
+    if calls and running.state is None and not running.named and config.cluster.ray_address != "local":
+        from moonpool.cluster.launch.ray_finder import find as find_in_ray
+
+        running = replace(running, in_ray=find_in_ray(config).registry)
     if calls:
         take_operator(config, running.local.identity if running.local else "")
     return running

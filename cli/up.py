@@ -34,11 +34,12 @@ def up(
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Start a cluster on this machine and keep it until Ctrl-C (or, with --detach, until `moonpool down`)."""
+    """Start a cluster, on this machine or in a Ray cluster (cluster.ray_address), and keep it until Ctrl-C (--detach: `down`)."""
     import asyncio
 
     from moonpool.cluster.launch.state import StateDir
     from moonpool.cluster.launch.supervisor import require_free_port
+    from moonpool.cluster.own_host import LOOPBACK, with_own_host
 
     chosen = {
         "cluster.launcher": launcher,
@@ -51,7 +52,8 @@ def up(
     config, _ = read_config(config_file, settings, chosen)
     state = StateDir(_state_path(config))
     _require_not_running(state, config)
-    require_free_port(config)
+    if config.cluster.ray_address == "local":  # elsewhere the gateway is on another host, perhaps
+        require_free_port(with_own_host(config, LOOPBACK))
     StateDir.create(state.path)
     if detach:
         from moonpool.cli.detach import start_detached
@@ -106,7 +108,7 @@ async def _foreground(config: Config, state: StateDir, detached: bool) -> int:
     try:
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            _announce(config, supervisor.url, await starting, detached)
+            _announce(config, supervisor.url, await starting, detached, supervisor.links)
         return await ended
     finally:
         starting.cancel()
@@ -133,11 +135,16 @@ def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:
     return lambda failed: RayLauncher(config, state, say, failed)
 
 
-def _announce(config: Config, url: str, members: list[Member], detached: bool) -> None:
+def _announce(config: Config, url: str, members: list[Member], detached: bool, links: tuple[str, ...]) -> None:
     say("")
     for member in members:
         if "memory" in member.details:
             say(f"  {member.id:<12} {member.details['memory']}")
+    if links:
+        for member in members:
+            say(f"  {member.id:<12} metrics http://{member.details['probe']}/metrics")
+    for link in (*links, f"metrics of the gateway: {url}/metrics"):
+        say(f"  {link}")
     message = '{"role": "user", "content": "Hello"}'
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
     say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")

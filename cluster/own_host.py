@@ -22,6 +22,12 @@ def with_own_host(config: Config, address: str) -> Config:
     return config.model_copy(update=updates) if updates else config
 
 
+def on_this_host(config: Config) -> Config:
+    """``config`` of a process by itself: ``auto`` is the address that its registry's host sees. ConfigError where none does."""
+    hosts = (config.cluster.host, config.cluster.probe_host, config.gateway.host)
+    return with_own_host(config, address_towards(config.cluster.registry)) if AUTO in hosts else config
+
+
 def address_towards(registry: str) -> str:
     """This host's address on the way to ``registry`` (host:port, or etcd's). Nothing is sent. ConfigError where none leads there."""
     where = EtcdAddress.parse(registry).endpoints[0] if is_etcd(registry) else registry
