@@ -29,6 +29,8 @@ from moonpool.cli import (
     status,
     store,
     up,
+    usage,
+    warm,
 )
 from moonpool.cli.job import exit_code_told
 from moonpool.core.errors import MoonpoolError
@@ -58,6 +60,8 @@ def build(choices: Choices) -> typer.Typer:
     app.command("status")(status.status)
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)
+    app.command("usage")(usage.usage)
+    app.command("warm")(warm.warm)
     app.command("rebalance")(rebalance.rebalance)
     app.command("restart")(restart.restart)
     app.command("replay")(load.replay)

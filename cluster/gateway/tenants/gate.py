@@ -104,6 +104,13 @@ class Gate:
             raise Forbidden(f"Authorization: this needs role {needs}; API key {key.name!r} has {has}", param="authorization")
         return Caller.of(key, keys.book.tenant(key.tenant))
 
+    def caller_named(self, tenant: str) -> Caller:
+        """Whom ``tenant`` of the file stands for, without any key; empty: nobody in particular."""
+        if self._keys is None or not tenant:
+            return Caller(tenant) if tenant else ANYBODY
+        known = self._keys().book.tenant(tenant)
+        return Caller(tenant, weight=known.weight, region=known.region, models=known.models)
+
     def ticket(self, caller: Caller) -> Ticket:
         """Not begun yet: its headers tell the limits also of who is refused."""
         if self._keys is None:
