@@ -67,9 +67,8 @@ class Stream:
                 opened.add(index)
                 for chunk in self._shape.opening(index):
                     yield chunk
-            said = self._shape.chunk(index, piece)
-            if said is not None:
-                yield said
+            for chunk in self._shape.chunks(index, piece):
+                yield chunk
 
     async def _all(self) -> AsyncGenerator[tuple[int, Piece], None]:
         if self._first is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar, cast
+from typing import Annotated, Literal, Self, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import Field, StrictInt, model_validator
 
-from moonpool.cluster.gateway.fields import checked, refusal
+from moonpool.cluster.gateway.fields import Body, checked, refusal
+from moonpool.cluster.gateway.structured import Structured
+from moonpool.cluster.gateway.tools import ToolCall, ToolUse
 
 MAX_PROMPTS = 4_096  # of one request; timing.queue_limit may allow less
 MAX_STOPS = 16
@@ -16,7 +18,6 @@ MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 1_024
 MOST_PRIORITY = 1 << 31
 LEAST_TARGET_MS = 1e-3  # what is divided by a target has to stay a number
-MAX_FIELDS = 256  # of one object; the unknown ones among them are an error each
 _UINT32 = (1 << 32) - 1
 
 T = TypeVar("T")
@@ -26,24 +27,13 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise refusal("body", f"an object in it has {len(value)} fields; leave out those that mean nothing")
-        return value
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="usage so far in every chunk; needs include_usage")
     include_obfuscation: bool = Field(False, description="accepted and ignored: chunks are never padded")
 
 
-class Slo(_Body):
+class Slo(Body):
     """Latency targets, for clients that cannot send headers. 0: none; left out: the default."""
 
     ttft_ms: float | None = Field(None, ge=0)
@@ -57,7 +47,7 @@ class Slo(_Body):
         return self
 
 
-class SamplingBody(_Body):
+class SamplingBody(Structured):
     """What both endpoints share."""
 
     model: str
@@ -167,18 +157,18 @@ class CompletionBody(SamplingBody):
         return self
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(Body):
     """One message of a conversation. Its text cannot end its turn: see ``moonpool.cluster.gateway.tokenizer``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: Many[dict[str, Any]] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
@@ -194,14 +184,16 @@ class Message(_Body):
         """What the chat template sees. A developer is a system by another name."""
         role = "system" if self.role == "developer" else self.role
         seen: dict[str, object] = {"role": role, "content": self.text}
-        for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        if self.tool_calls:
+            seen["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
             value = getattr(self, name)
             if value is not None:
                 seen[name] = value
         return seen
 
 
-class ChatBody(SamplingBody):
+class ChatBody(ToolUse, SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1)
@@ -240,6 +232,8 @@ class ChatBody(SamplingBody):
 
 
 _HINTS = {
+    "tool_choice": 'give none, auto, required, or {"type": "function", "function": {"name": NAME}}',
+    "guided_json": "give a JSON schema, or its text",
     "prompt": f"give a string, a list of token ids, or a list of up to {MAX_PROMPTS} strings or of such lists",
     "stop": f"give a non-empty string or a list of up to {MAX_STOPS} of them, each of at most {MAX_STOP_CHARS} characters",
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.stops import StopMatcher
+from moonpool.cluster.gateway.tool_calls.reading import CallPiece, ToolParser
 from moonpool.core.request import FinishReason, Sampled
 
 
@@ -20,12 +21,17 @@ class PlacedToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one sampled ``id`` adds to the answer; the last piece carries ``finish``. Any part may be empty."""
+    """What one sampled ``id`` adds to the answer; the last piece carries ``finish``. Any part may be empty.
+
+    ``called``: the answer has made calls so far, these or earlier ones.
+    """
 
     text: str
     tokens: tuple[PlacedToken, ...] = ()
     finish: FinishReason | None = None
     id: int | None = None
+    calls: tuple[CallPiece, ...] = ()
+    called: bool = False
 
 
 class Choice:
@@ -33,12 +39,22 @@ class Choice:
 
     The id that ended the sequence (end of sequence or a stop id) and the text from a stop string onwards are not part
     of the answer; both count as completion tokens. A stop string counts only once ``min_tokens`` ids were sampled.
+    ``parser`` finds tool calls in the text; an answer that it calls over has stopped.
     """
 
-    def __init__(self, detokeniser: Detokeniser, *, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        detokeniser: Detokeniser,
+        *,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        parser: ToolParser | None = None,
+    ) -> None:
         self._detokeniser = detokeniser
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
+        self._parser = parser
+        self._called = False
         self._decoded = 0  # characters detokenised
         self._given = 0  # characters given out
         self._waiting: list[tuple[PlacedToken, int]] = []  # (token, where its text ends): held with their text
@@ -48,7 +64,21 @@ class Choice:
     def push(self, sampled: Sampled | None, finish: FinishReason | None) -> Piece:
         """The next id, and how the attempt ended if it did."""
         piece = self._push(sampled, finish)
+        if self._parser is not None:
+            piece = self._parsed(piece, self._parser)
         return piece if sampled is None else replace(piece, id=sampled.token)
+
+    def _parsed(self, piece: Piece, parser: ToolParser) -> Piece:
+        said = parser.push(piece.text)
+        text, calls = said.text, said.calls
+        if parser.over and piece.finish is None:
+            piece = replace(piece, finish=FinishReason.STOP)
+            self.finish = piece.finish
+        if piece.finish is not None:
+            rest = parser.finish()
+            text, calls = text + rest.text, calls + rest.calls
+        self._called = self._called or bool(calls)
+        return replace(piece, text=text, calls=calls, called=self._called)
 
     def _push(self, sampled: Sampled | None, finish: FinishReason | None) -> Piece:
         text = ""

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from moonpool.core.errors import InvalidRequest
 
 B = TypeVar("B", bound=BaseModel)
+MAX_FIELDS = 256  # of one object; the unknown ones among them are an error each
 
 IGNORED = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "request_id",  # of the client's own books; ours is in the response header
         "safety_identifier",
         "service_tier",
@@ -44,16 +44,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty_decay": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "min_p": (0,),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -75,6 +73,22 @@ class FieldRefusal(ValueError):
 
 def refusal(field: str, text: str) -> FieldRefusal:
     return FieldRefusal(InvalidRequest(f"{field}: {text}", param=field))
+
+
+class Body(BaseModel):
+    """A request body, or an object within one."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """Fields that are null are absent."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
+            raise refusal("body", f"an object in it has {len(value)} fields; leave out those that mean nothing")
+        return {name: one for name, one in value.items() if one is not None}
 
 
 def checked(kind: type[B], raw: bytes, hints: Mapping[str, str]) -> B:

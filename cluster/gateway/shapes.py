@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moonpool.cluster.gateway.choice import Piece, PlacedToken
+from moonpool.cluster.gateway.tool_calls.reading import CallPiece
 from moonpool.core.request import FinishReason, Sampled
 
 JSON = dict[str, Any]
@@ -40,8 +42,8 @@ class Shape(Protocol):
     def opening(self, index: int) -> list[JSON]:
         """Chunks before the first text of choice ``index``."""
 
-    def chunk(self, index: int, piece: Piece) -> JSON | None:
-        """The piece as a chunk; None where it would say nothing."""
+    def chunks(self, index: int, piece: Piece) -> list[JSON]:
+        """The piece as chunks; none where it would say nothing."""
 
     def usage_chunk(self, usage: Usage) -> JSON: ...
 
@@ -87,8 +89,14 @@ class Head:
         shown_id = self.prompt_ids is not None and piece.id is not None
         return not piece.text and not logprobs and piece.finish is None and not shown_id
 
+    def call_id(self, index: int, call: int) -> str:
+        """Of call ``call`` of choice ``index``; the same whenever it is asked for."""
+        return f"call_{hashlib.blake2b(f'{self.id} {index} {call}'.encode(), digest_size=12).hexdigest()}"
+
 
 def _finish(piece: Piece) -> str | None:
+    if piece.finish is FinishReason.STOP and piece.called:
+        return "tool_calls"
     return piece.finish.value if piece.finish is not None else None
 
 
@@ -105,8 +113,7 @@ def _tokens(pieces: Sequence[Piece]) -> list[PlacedToken]:
 
 
 def _last_finish(pieces: Sequence[Piece]) -> str:
-    finish = next((p.finish for p in reversed(pieces) if p.finish is not None), FinishReason.LENGTH)
-    return finish.value
+    return next((name for p in reversed(pieces) if (name := _finish(p)) is not None), FinishReason.LENGTH.value)
 
 
 class ChatShape:
@@ -126,13 +133,37 @@ class ChatShape:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])]
 
-    def chunk(self, index: int, piece: Piece) -> JSON | None:
+    def chunks(self, index: int, piece: Piece) -> list[JSON]:
+        """Every part of a call is a chunk of its own; the last chunk is what it would be without calls."""
+        out = [self._chunk([self._choice(index, {"tool_calls": [self._delta(index, call)]})]) for call in piece.calls]
         logprobs = self._content(piece.tokens)
-        if self._head.says_nothing(piece, logprobs):
-            return None
-        delta = {"content": piece.text} if piece.text else {}
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": _finish(piece)}
-        return self._chunk([choice | self._head.ids([piece])])
+        if not self._head.says_nothing(piece, logprobs):
+            choice = self._choice(index, {"content": piece.text} if piece.text else {}, logprobs, _finish(piece))
+            out.append(self._chunk([choice | self._head.ids([piece])]))
+        return out
+
+    @staticmethod
+    def _choice(index: int, delta: JSON, logprobs: JSON | None = None, finish: str | None = None) -> JSON:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _delta(self, index: int, call: CallPiece) -> JSON:
+        """The first part of a call has its id, its type and its name, the others only more of its arguments."""
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": call.index, "id": self._head.call_id(index, call.index), "type": "function", "function": function}
+
+    def _message(self, index: int, pieces: Sequence[Piece]) -> JSON:
+        calls: list[JSON] = []
+        for part in (call for piece in pieces for call in piece.calls):
+            if part.name is not None:
+                calls.append(self._delta(index, part))
+                del calls[-1]["index"]
+            else:
+                calls[part.index]["function"]["arguments"] += part.arguments
+        text = _text(pieces)
+        message: JSON = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        return {**message, "tool_calls": calls} if calls else message
 
     def usage_chunk(self, usage: Usage) -> JSON:
         return {**self._chunk([]), "usage": usage.json()}
@@ -141,7 +172,7 @@ class ChatShape:
         out = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": _text(pieces), "refusal": None},
+                "message": self._message(index, pieces),
                 "logprobs": self._content(_tokens(pieces), always=True),
                 "finish_reason": _last_finish(pieces),
                 **self._head.all_ids(index, pieces),
@@ -184,12 +215,12 @@ class CompletionShape:
         prefix = self._prefix(index)
         return [self._object([{"index": index, "text": prefix, "logprobs": None, "finish_reason": None}])] if prefix else []
 
-    def chunk(self, index: int, piece: Piece) -> JSON | None:
+    def chunks(self, index: int, piece: Piece) -> list[JSON]:
         logprobs = self._lists(piece.tokens)
         if self._head.says_nothing(piece, logprobs):
-            return None
+            return []
         choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": _finish(piece)}
-        return self._object([choice | self._head.ids([piece])])
+        return [self._object([choice | self._head.ids([piece])])]
 
     def usage_chunk(self, usage: Usage) -> JSON:
         return {**self._object([]), "usage": usage.json()}

@@ -10,13 +10,17 @@ from messages.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from moonpool.cluster.gateway.tool_calls import rendering
+from moonpool.cluster.gateway.tool_calls.families import FAMILIES, Family, family_of, knows_tools
 from moonpool.core.errors import ConfigError, InvalidRequest, UnsupportedModel
 
 SPACE_MARK = "▁"  # U+2581, how SentencePiece writes a space
@@ -25,16 +29,17 @@ SPACE_MARK = "▁"  # U+2581, how SentencePiece writes a space
 class Tokenizer:
     """Not safe for use from two threads at once: the library flips encoding modes in place."""
 
-    def __init__(self, library: Any) -> None:
-        """``library`` is a transformers tokenizer with a ``tokenizers`` back end."""
+    def __init__(self, library: Any, *, tool_parser: str = "auto") -> None:
+        """``library`` is a transformers tokenizer with a ``tokenizers`` back end; ``tool_parser`` is ``model.tool_parser``."""
         self._library = library
+        self._tool_parser = tool_parser
         backend: Backend = library.backend_tokenizer
         self.bos_id: int | None = library.bos_token_id
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.tokens = TokenTable(backend)
 
     @classmethod
-    def load(cls, model_dir: Path) -> Tokenizer:
+    def load(cls, model_dir: Path, *, tool_parser: str = "auto") -> Tokenizer:
         try:
             library = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
         except (OSError, ValueError) as e:
@@ -45,7 +50,7 @@ class Tokenizer:
             raise UnsupportedModel(
                 f"tokenizer: {type(library).__name__} has no fast form; convert it to tokenizer.json", param="model.path"
             )
-        return cls(library)
+        return cls(library, tool_parser=tool_parser)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw completion prompt."""
@@ -61,16 +66,34 @@ class Tokenizer:
     def can_chat(self) -> bool:
         return bool(self._library.chat_template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+    @cached_property
+    def family(self) -> Family | None:
+        """How the model writes tool calls; None: not known, or not wanted."""
+        if self._tool_parser == "auto":
+            return family_of(self._template([{}])) if self.can_chat else None
+        return FAMILIES.get(self._tool_parser)
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Of the special tokens, by their text."""
+        return {token.content: id for id, token in self._library.added_tokens_decoder.items() if token.special}
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Ids of the rendered conversation, ready for the assistant's turn. InvalidRequest where the template refuses."""
         if not self.can_chat:
             raise InvalidRequest(
                 "messages: this model has no chat template; use /v1/completions, or add chat_template.jinja to the model",
                 param="messages",
             )
+        seen = [dict(m) for m in messages]
+        if not knows_tools(self._template(tools)):
+            seen, tools = rendering.in_text(seen, tools), ()
+        elif self.family is not None and self.family.short_ids:
+            seen = rendering.with_short_ids(seen)
         try:
             ids: list[int] = self._library.apply_chat_template(
-                [dict(m) for m in messages],
+                rendering.with_names_as_text(seen, self._control),
+                tools=rendering.with_names_as_text(tools, self._control) or None,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
@@ -79,6 +102,18 @@ class Tokenizer:
         except Exception as e:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {e}", param="messages") from e
         return ids
+
+    def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The one that ``tools`` are rendered with: some models have several."""
+        try:
+            return str(self._library.get_chat_template(tools=list(tools) or None))
+        except ValueError as e:
+            raise InvalidRequest(f"messages: the model has no chat template for them: {e}", param="messages") from e
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        names = {token.content for token in self._library.added_tokens_decoder.values() if not token.content.isspace()}
+        return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)")
 
 
 class TokenTable:
