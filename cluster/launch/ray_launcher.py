@@ -11,6 +11,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,9 @@ class RayLauncher:
         assert self._room is not None
         cluster, host = self._config.cluster, self._hosts[spec.node]
         # Its own process adds what depends on its host. OMP_NUM_THREADS would be Ray's if it were not set here.
-        there = with_own_host(spec.config, host.address)
-        wanted = RoleSpec(spec.member, spec.role, spec.node, there, spec.registry, spec.model_dir).environment()
-        variables = {k: v for k, v in wanted.items() if k not in os.environ and k != "UCX_MODULES"}
+        there = replace(spec, config=with_own_host(spec.config, host.address))
+        variables = {k: v for k, v in there.environment().items() if k not in os.environ and k != "UCX_MODULES"}
+        sent = there if self._own else spec  # an actor may be restarted on another host
         return (
             ray.remote(RoleActor)
             .options(
@@ -174,7 +175,7 @@ class RayLauncher:
                 scheduling_strategy=self._room.on(spec.node),
                 runtime_env={"env_vars": variables},
             )
-            .remote(spec.to_json(), Cluster(spec.registry, job_id(), _this_process()), self._make)
+            .remote(sent.to_json(), Cluster(spec.registry, job_id(), _this_process()), self._make)
         )
 
     # one actor

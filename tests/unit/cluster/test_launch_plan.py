@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moonpool.cluster.launch.plan import plan, with_shared_pool
+from moonpool.cluster.launch.host import Host, Site, require_fitting_hosts, shared_pools
+from moonpool.cluster.launch.plan import plan
 from moonpool.cluster.leaving import END_S, end_s
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig, TimingConfig, TransferConfig
 from moonpool.core.errors import ConfigError
-from moonpool.core.ids import Role
+from moonpool.core.ids import NodeId, Role
 
 GIB = 1 << 30
 
@@ -82,13 +85,49 @@ def test_every_process_has_its_own_id_and_survives_json(counts: list[tuple[int, 
 
 
 def test_nodes_of_one_machine_share_half_of_its_memory_for_their_pools() -> None:
-    shared = with_shared_pool(Config(), memory=16 * GIB, space=100 * GIB)
-    assert shared.store.pool_bytes == 4 * GIB
-    assert with_shared_pool(Config(), memory=16 * GIB, space=GIB).store.pool_bytes < GIB // 2
-    given_one = Config(store=StoreConfig(pool_bytes=GIB))
-    assert with_shared_pool(given_one, memory=16 * GIB, space=100 * GIB) == given_one
-    alone = Config(cluster=ClusterConfig(nodes=(NodeConfig(name="a", both=1),)))
-    assert with_shared_pool(alone, memory=16 * GIB, space=100 * GIB) == alone
+    roomy = Host("10.0.0.1", "one", memory=16 * GIB, space=100 * GIB)
+    a, b, c = NodeId("a"), NodeId("b"), NodeId("c")
+    assert shared_pools(Config(), {a: roomy, b: roomy}) == {a: 4 * GIB, b: 4 * GIB}
+    assert shared_pools(Config(), {a: replace(roomy, space=GIB), b: replace(roomy, space=GIB)})[a] < GIB // 2
+    assert shared_pools(Config(store=StoreConfig(pool_bytes=GIB)), {a: roomy, b: roomy}) == {}
+    assert shared_pools(Config(), {a: roomy}) == {}
+    other = replace(roomy, machine="two", memory=8 * GIB)
+    assert shared_pools(Config(), {a: roomy, b: other, c: other}) == {b: 2 * GIB, c: 2 * GIB}, "by machine"
+    stages = plan(Config(), registry="r:1", model_dir=Path("m"), pools={a: GIB})
+    assert {s.node: s.config.store.pool_bytes for stage in stages for s in stage} == {"a": GIB, "b": 0}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gateway", "machines", "named"),
+    [
+        ({}, {}, ["one", "one"], ""),
+        ({}, {}, ["one", "two"], "cluster.host: 127.0.0.1 cannot be the address of processes on 2 machines"),
+        ({"host": "auto"}, {}, ["one", "one"], ""),
+        ({"host": "auto"}, {}, ["one", "two"], "gateway.host: 127.0.0.1 is reached on the gateway's own machine only, and node b"),
+        ({"host": "auto"}, {"host": "auto"}, ["one", "two"], ""),
+        ({"host": "auto"}, {"host": "auto"}, ["two", "two"], ""),
+    ],
+)
+def test_addresses_that_mean_another_host_elsewhere_are_refused_with_the_fix(
+    cluster: dict[str, str], gateway: dict[str, str], machines: list[str], named: str
+) -> None:
+    config = Config(cluster=ClusterConfig(**cluster), gateway=GatewayConfig(**gateway))  # type: ignore[arg-type]
+    hosts = [Host(f"10.0.0.{i}", machine, GIB, GIB) for i, machine in enumerate(machines)]
+    site = Site(Host("10.0.0.9", "one", GIB, GIB), {NodeId("a"): hosts[0], NodeId("b"): hosts[1]})
+    if named:
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            require_fitting_hosts(config, site)
+    else:
+        require_fitting_hosts(config, site)
+
+
+def test_rdma_is_refused_between_node_ids_that_ray_put_on_one_machine() -> None:
+    config = Config(cluster=ClusterConfig(host="auto", ray_address="auto"), transfer=TransferConfig(ucx_tls="rc"))
+    one, two = Host("10.0.0.1", "one", GIB, GIB), Host("10.0.0.2", "two", GIB, GIB)
+    with pytest.raises(ConfigError, match="ucx_tls: 'rc' is refused between node ids on one machine"):
+        require_fitting_hosts(config, Site(one, {NodeId("a"): one, NodeId("b"): one}))
+    nodes = config.model_copy(update={"gateway": GatewayConfig(host="auto")})
+    require_fitting_hosts(nodes, Site(one, {NodeId("a"): one, NodeId("b"): two}))
 
 
 def test_split_workers_compute_with_one_thread_and_ucx_stays_on_loopback() -> None:

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 
-from moonpool.cluster.launch.ray_launcher import CPUS, cpus_of
-from moonpool.core.config import Config, NodeConfig
-from moonpool.core.ids import Role
-
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 
@@ -48,13 +44,3 @@ def test_too_few_cpus_are_named_at_once(tmp_path: Path) -> None:
     found = run(tmp_path / "state", "short")
     assert found["error"].startswith("ConfigError: cluster.nodes: these processes need 1.6 CPU, Ray has 1")
     assert found["seconds"] < 5
-
-
-def test_the_default_nodes_fit_on_two_cores() -> None:
-    assert sum(cpus_of(node) for node in Config().cluster.nodes) <= 2
-
-
-def test_a_node_claims_what_its_roles_claim() -> None:
-    node = NodeConfig(name="a", prefill=2, decode=1, both=1, conductor=1, gateway=1)
-    roles = [Role.STORE, Role.PREFILL, Role.PREFILL, Role.DECODE, Role.BOTH, Role.CONDUCTOR, Role.GATEWAY]
-    assert cpus_of(node) == pytest.approx(sum(CPUS[role] for role in roles))
