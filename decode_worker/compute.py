@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from moonpool.core.errors import Failure, MoonpoolError
 from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Step
@@ -17,9 +18,10 @@ from moonpool.engine.sampler import SamplerState, sample
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """``sampled[i]`` belongs to row i of the step; None where the row does not sample. ``seconds`` on the thread."""
+    """``sampled[i]`` belongs to row i of the step; None where the row does not sample, a Failure where its guide has ended
+    that one answer. ``seconds`` on the thread."""
 
-    sampled: tuple[Sampled | None, ...]
+    sampled: tuple[Sampled | Failure | None, ...]
     seconds: float
 
 
@@ -52,6 +54,15 @@ class Computer:
     def _compute(self, rows: Sequence[Row], states: Sequence[SamplerState]) -> Computed:
         begun = time.monotonic()
         logits = self._engine.forward(rows)
-        drawn = iter(sample(logits, states, self._engine.eos_ids))
-        sampled = tuple(next(drawn) if row.wants_logits else None for row in rows)
-        return Computed(sampled, time.monotonic() - begun)
+        failures = [self._guide(state) for state in states]
+        drawn = zip(sample(logits, states, self._engine.eos_ids), failures, strict=True)
+        told = iter([failure or sampled for sampled, failure in drawn])
+        return Computed(tuple(next(told) if row.wants_logits else None for row in rows), time.monotonic() - begun)
+
+    def _guide(self, state: SamplerState) -> Failure | None:
+        """Find out what may come next; what goes wrong there ends this answer, not those beside it."""
+        try:
+            state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
+        except MoonpoolError as e:
+            return Failure.of(e)
+        return None

@@ -125,8 +125,12 @@ class StepLoop:
         self.steps += 1
         if all(row.end - row.start == 1 for row in step.rows):
             self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), computed.seconds))
-        ids = [None if sampled is None else sampled.token for sampled in computed.sampled]
+        ids = [sampled.token if isinstance(sampled, Sampled) else None for sampled in computed.sampled]
         self.publisher.offer(self.batcher.complete(step, ids))
         for row, sampled in zip(step.rows, computed.sampled, strict=True):
-            if sampled is not None and row.sequence.phase is Phase.RUNNING:
+            if sampled is None or row.sequence.phase is not Phase.RUNNING:
+                continue
+            if isinstance(sampled, Sampled):
                 self._owner.sampled(row.sequence, sampled)
+            else:
+                self._owner.failed(row.sequence, sampled)

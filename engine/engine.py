@@ -16,6 +16,7 @@ from moonpool.core.errors import Bug
 from moonpool.core.hits import hit_quantum
 from moonpool.core.layout import KVLayout
 from moonpool.engine import attention
+from moonpool.engine.guides import Guides
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.models import default_cache, model_fingerprint
 from moonpool.engine.pages import PagePool
@@ -48,6 +49,7 @@ class Engine:
         vocab_size: int,
         eos_ids: frozenset[int],
         freed_byte: int | None,
+        guides: Guides,
         hit_quantum: int = 1,
     ) -> None:
         """``hit_quantum``: pages; matches count in multiples of it."""
@@ -55,6 +57,7 @@ class Engine:
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
+        self.guides = guides
         self.pages = PagePool(pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
         self._model = model
         self._threads = threads
@@ -155,5 +158,6 @@ def load_engine(
         vocab_size=facts.vocab_size,
         eos_ids=facts.eos_ids,
         freed_byte=config.freed_byte,
+        guides=Guides(model_dir, facts.vocab_size, facts.eos_ids),
         hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
     )

@@ -1,7 +1,7 @@
 """How the next id is drawn: a pure function of (params, prompt, outputs, logits), whatever else is in the batch.
 
 Order, as in vLLM: minimum length, repetition penalty (prompt and outputs), frequency and presence penalties (outputs),
-temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011) with the seed as key
+what a guide allows, temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011) with the seed as key
 and the output position as counter, and picks by inverse distribution: over ids in their order where nothing is cut
 off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw distribution, before any
 of this.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from moonpool.core.errors import Bug
 from moonpool.core.request import FinishReason, Sampled, SamplingParams, TopLogprob
@@ -25,11 +26,15 @@ _SEED_MASK = (1 << 128) - 1
 
 @dataclass(slots=True)
 class SamplerState:
-    """What the draw depends on beside the logits. ``outputs``: all ids so far, so the position is their number."""
+    """What the draw depends on beside the logits. ``outputs``: all ids so far, so the position is their number.
+
+    ``allowed``: bool [vocabulary], what the guide of ``params`` lets follow ``outputs``; None: anything.
+    """
 
     params: SamplingParams
     prompt: Sequence[int]
     outputs: Sequence[int]
+    allowed: NDArray[np.bool_] | None = None
 
 
 def sample(logits: torch.Tensor, states: Sequence[SamplerState], eos_ids: frozenset[int]) -> list[Sampled]:
@@ -46,7 +51,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplerState], eos_ids: frozen
 def _sample_row(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int], greedy: int) -> Sampled:
     params = state.params
     logits = _adjust(raw, state, eos_ids)
-    if params.temperature > 0:
+    if state.allowed is not None:
+        token = _guided(logits, raw, state, torch.from_numpy(state.allowed))
+    elif params.temperature > 0:
         token = _draw(logits, params, uniform(params.seed, len(state.outputs)))
     else:
         token = greedy if logits is raw else int(logits.argmax())
@@ -56,6 +63,17 @@ def _sample_row(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int],
     values, ids = logprobs.topk(min(params.logprobs, raw.shape[0]))
     top = tuple(TopLogprob(i, p) for i, p in zip(ids.tolist(), values.tolist(), strict=True))
     return Sampled(token, float(logprobs[token]), top)
+
+
+def _guided(logits: torch.Tensor, raw: torch.Tensor, state: SamplerState, allowed: torch.Tensor) -> int:
+    """The id drawn from those allowed alone; where all of them are ruled out otherwise, the guide has the last word."""
+    ids = allowed.nonzero().squeeze(1)
+    left = logits[ids]
+    if not bool((left > -torch.inf).any()):
+        left = raw[ids]
+    if state.params.temperature > 0:
+        return int(ids[_draw(left, state.params, uniform(state.params.seed, len(state.outputs)))])
+    return int(ids[left.argmax()])
 
 
 def _adjust(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from moonpool.cluster.gateway.conductors import RETRY_AFTER_S, Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.generation import Generation, Run
+from moonpool.cluster.gateway.guiding import Guiding
 from moonpool.cluster.gateway.ledger import Ledger
 from moonpool.cluster.gateway.limits import output_tokens
 from moonpool.cluster.gateway.prompts import Prompt, Prompts
@@ -24,7 +25,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
-from moonpool.core.request import Request, SamplingParams, Targets
+from moonpool.core.request import Guide, Request, SamplingParams, Targets
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may fill the context
 TTFT_HEADER = "x-ttft-target-ms"
@@ -38,10 +39,17 @@ KIND_BYTES = 8
 
 class Intake:
     def __init__(
-        self, config: Config, prompts: Prompts, roster: Roster, conductors: Conductors, streams: DecodeStreams
+        self,
+        config: Config,
+        prompts: Prompts,
+        guiding: Guiding,
+        roster: Roster,
+        conductors: Conductors,
+        streams: DecodeStreams,
     ) -> None:
         self._config = config
         self._prompts = prompts
+        self._guiding = guiding
         self._roster = roster
         self._conductors = conductors
         self._streams = streams
@@ -57,12 +65,12 @@ class Intake:
         targets, budget_ms = self._targets(headers, body.slo or Slo(), caller), self._budget_ms(headers)
         priority, kind = _priority(headers, body, caller), _kind(headers, body)
         named = self._roster.hasher(caller, body.cache_salt)
+        guide = await self._guiding.of(body, caller.tenant)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
-        params = [self._sampling(body, self._output_tokens(body, prompt)) for prompt in prompts]
+        params = [self._sampling(body, self._output_tokens(body, prompt), guide) for prompt in prompts]
         if named is None:
-            missing = ", ".join(self._roster.missing()) or "worker"
-            raise NoPath(f"cluster: no live {missing}; start one, or try again later", retry_after_s=RETRY_AFTER_S)
+            raise self._no_path()
         runs = []
         for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
             name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
@@ -81,6 +89,14 @@ class Intake:
             )
             runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
         return Generation(runs, self._now)
+
+    def _no_path(self) -> NoPath:
+        missing = tuple(role.value for role in self._roster.missing()) or ("worker",)
+        return NoPath(
+            f"cluster: no live {', '.join(missing)} of model {self._config.model_name!r}; start one, or try again later",
+            retry_after_s=RETRY_AFTER_S,
+            missing=missing,
+        )
 
     def _targets(self, headers: Mapping[str, str], slo: Slo, caller: Caller) -> Targets:
         """As the headers say, else the body, the tenant, the model, the gateway."""
@@ -109,7 +125,7 @@ class Intake:
             )
         return length
 
-    def _sampling(self, body: SamplingBody, max_tokens: int) -> SamplingParams:
+    def _sampling(self, body: SamplingBody, max_tokens: int, guide: Guide | None) -> SamplingParams:
         size = self._prompts.vocab_size
         bad = [i for i in body.stop_token_ids if i >= size]
         if bad:
@@ -129,6 +145,7 @@ class Intake:
             ignore_eos=body.ignore_eos,
             min_tokens=body.min_tokens,
             logprobs=body.alternatives,
+            guide=guide,
         )
 
     def _budget_ms(self, headers: Mapping[str, str]) -> int:
@@ -148,8 +165,8 @@ class Intake:
             hasher=self._roster.hasher_of(request.namespace),
             path_wait_ms=timing.path_wait_ms,
         )
-        detokeniser = Detokeniser(self._prompts.tokenizer.tokens.text_bytes, request.prompt)
-        choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens)
+        detokeniser = Detokeniser(self._guiding.bytes_of(body), request.prompt)
+        choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens, parser=self._guiding.parser(body))
         conductors = self._conductors
 
         def judge(end: AttemptEnded) -> None:

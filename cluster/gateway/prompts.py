@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from moonpool.cluster.gateway.bodies import ChatBody, CompletionBody, SamplingBody
@@ -36,12 +37,13 @@ class Prompts:
         self._turns = FairTurns(HANDED_OVER)
 
     @classmethod
-    async def load(cls, model_dir: Path, *, vocab_size: int) -> Prompts:
+    async def load(cls, model_dir: Path, *, vocab_size: int, tool_parser: str = "auto") -> Prompts:
         """``vocab_size``: ids below it are valid. Loading takes about two seconds, off the event loop."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="gateway-tokenizer")
         loop = asyncio.get_running_loop()
         try:
-            tokenizers = [await loop.run_in_executor(thread, Tokenizer.load, model_dir) for _ in range(2)]
+            load = partial(Tokenizer.load, model_dir, tool_parser=tool_parser)
+            tokenizers = [await loop.run_in_executor(thread, load) for _ in range(2)]
         except BaseException:
             thread.shutdown()
             raise
@@ -73,7 +75,8 @@ class Prompts:
 
 def _ids(tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
     if isinstance(body, ChatBody):
-        return [tokenizer.encode_chat([m.for_template() for m in body.messages])]
+        messages, tools = [m.for_template() for m in body.messages], [t.for_template() for t in body.tools]
+        return [tokenizer.encode_chat(messages, tools, may_call=bool(body.callable))]
     if isinstance(body, CompletionBody):
         return [tokenizer.encode(one) if isinstance(one, str) else one for one in body.prompts]
     raise TypeError(f"no prompt in {type(body).__name__}")

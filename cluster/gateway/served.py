@@ -9,6 +9,7 @@ from pathlib import Path
 from moonpool.cluster.gateway.conductors import Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.facts import read_facts
+from moonpool.cluster.gateway.guiding import Guiding
 from moonpool.cluster.gateway.intake import Intake
 from moonpool.cluster.gateway.prompts import Prompts
 from moonpool.cluster.gateway.roster import Roster
@@ -19,6 +20,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import UnknownModel
 from moonpool.core.ids import Role
 from moonpool.core.membership import Peers
+from moonpool.engine.guides import Guides
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Served:
     name: str
     aliases: tuple[str, ...]
     prompts: Prompts
+    guiding: Guiding
     roster: Roster
     conductors: Conductors
     intake: Intake
@@ -38,11 +41,12 @@ class Served:
     ) -> Served:
         """The model of ``config``'s [model]. ConfigError where its directory lacks what a gateway needs."""
         facts = read_facts(model_dir, max_context=config.model.max_context)
-        prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size)
+        prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size, tool_parser=config.model.tool_parser)
+        guiding = Guiding(Guides(model_dir, facts.vocab_size, facts.eos_ids), prompts.tokenizer)
         group = Group(peers, config.model_name)
         roster, conductors = Roster(group, hash_key, facts.max_context), Conductors(group, config.timing)
-        intake = Intake(config, prompts, roster, conductors, streams)
-        return cls(config.model_name, config.model.aliases, prompts, roster, conductors, intake)
+        intake = Intake(config, prompts, guiding, roster, conductors, streams)
+        return cls(config.model_name, config.model.aliases, prompts, guiding, roster, conductors, intake)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,6 +59,7 @@ class Served:
     async def close(self) -> None:
         await self.conductors.close()
         self.prompts.close()
+        self.guiding.close()
 
 
 class Models:

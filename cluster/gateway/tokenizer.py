@@ -78,8 +78,13 @@ class Tokenizer:
         """Of the special tokens, by their text."""
         return {token.content: id for id, token in self._library.added_tokens_decoder.items() if token.special}
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Ids of the rendered conversation, ready for the assistant's turn. InvalidRequest where the template refuses."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *, may_call: bool = True
+    ) -> list[int]:
+        """Ids of the rendered conversation, ready for the assistant's turn. InvalidRequest where the template refuses.
+
+        A template that has no place for tools gets them as text, unless none of them may be called.
+        """
         if not self.can_chat:
             raise InvalidRequest(
                 "messages: this model has no chat template; use /v1/completions, or add chat_template.jinja to the model",
@@ -87,7 +92,7 @@ class Tokenizer:
             )
         seen = [dict(m) for m in messages]
         if not knows_tools(self._template(tools)):
-            seen, tools = rendering.in_text(seen, tools), ()
+            seen, tools = rendering.in_text(seen, tools if may_call else ()), ()
         elif self.family is not None and self.family.short_ids:
             seen = rendering.with_short_ids(seen)
         try:
