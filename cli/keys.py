@@ -66,6 +66,15 @@ def tenant(
     weight: Annotated[float | None, typer.Option("--weight", help="Its share where tenants compete; default 1.")] = None,
     region: Annotated[str | None, typer.Option("--region", help="Tenants of one region share cached KV; '': none.")] = None,
     pool_bytes: Annotated[str | None, typer.Option("--pool-bytes", help="Of each store node, as 1GiB; 0: no limit.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="A model that it may use; may be repeated. One '': all of them.")
+    ] = None,
+    ttft_target_ms: Annotated[
+        float | None, typer.Option("--ttft-target", metavar="MS", help="Of its requests that carry none; 0: the model's.")
+    ] = None,
+    tbt_target_ms: Annotated[
+        float | None, typer.Option("--tbt-target", metavar="MS", help="Of its requests that carry none; 0: the model's.")
+    ] = None,
     requests: Requests = None,
     tokens: Tokens = None,
     concurrent: Concurrent = None,
@@ -81,6 +90,9 @@ def tenant(
         "weight": weight,
         "region": region,
         "pool_bytes": None if pool_bytes is None else read_size(pool_bytes, "--pool-bytes"),
+        "models": None if models is None else [model for model in models if model],
+        "ttft_target_ms": ttft_target_ms,
+        "tbt_target_ms": tbt_target_ms,
         "requests_per_minute": requests,
         "tokens_per_minute": tokens,
         "concurrent": concurrent,
@@ -141,7 +153,10 @@ def revoke(
 
 
 def _limits(values: dict[str, Any]) -> dict[str, Any]:
-    told = ("requests_per_minute", "tokens_per_minute", "concurrent", "priority", "expires", "weight", "region", "pool_bytes")
+    told = (
+        "requests_per_minute", "tokens_per_minute", "concurrent", "priority", "expires", "weight", "region", "pool_bytes", "models",
+        "ttft_target_ms", "tbt_target_ms",
+    )  # fmt: skip
     return {field: values[field] for field in told if values.get(field)}
 
 

@@ -160,7 +160,15 @@ class RateLimited(Refused):
 
 
 class NoPath(Refused):
+    """``missing``: roles that are not there, where that is known."""
+
     reason = Reason.NO_PATH
+
+    def __init__(
+        self, message: str, *, retry_after_s: float, param: str | None = None, missing: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s, param=param)
+        self.missing = missing
 
 
 class AttemptFailed(MoonpoolError):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.cluster.gateway import sse
-from moonpool.core.errors import Cancelled, DeadlinePassed, MoonpoolError, Overloaded, PromptTooLarge, Reason, Refused
+from moonpool.core.errors import Cancelled, DeadlinePassed, MoonpoolError, NoPath, Overloaded, PromptTooLarge, Reason, Refused
 
 T = TypeVar("T")
 _DRAIN_BODY = 8  # times the limit: read and dropped, so that a client still sending gets to see its 413
@@ -81,7 +81,8 @@ def error_value(error: MoonpoolError) -> dict[str, Any]:
     status = error.http_status
     kind = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "server_error"
     code = _CODES.get(error.reason, error.reason.value)
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+    missing = {"missing": list(error.missing)} if isinstance(error, NoPath) and error.missing else {}
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code, **missing}}
 
 
 def error_response(error: MoonpoolError) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -83,8 +83,14 @@ def settings_for(model_dir: Path, config: dict[str, dict[str, object]]) -> Confi
 
 @asynccontextmanager
 async def front(
-    model_dir: Path, *, config: dict[str, dict[str, object]] | None = None, max_prompt: int = 0, decode_pages: int = 0
+    model_dir: Path,
+    *,
+    config: dict[str, dict[str, object]] | None = None,
+    max_prompt: int = 0,
+    decode_pages: int = 0,
+    group: str = "",
 ) -> AsyncIterator[Front]:
+    """``group``: the model that the scripted members say they serve; empty: whichever."""
     settings = settings_for(model_dir, config or {})
     async with AsyncExitStack() as stack:
         membership = Membership()
@@ -100,7 +106,7 @@ async def front(
         conductor_server = await serve(Role.CONDUCTOR, conductor)
         stack.push_async_callback(conductor_server.kill)
         for member in (store_member(), worker.member, prefill, conductor_server.member):
-            membership.say(member)
+            membership.say(replace(member, model=group))
         me = Member(MemberId("gateway-0"), Role.GATEWAY, NodeId("b"), Incarnation(1), "127.0.0.1:1", 0)
         gateway = await Gateway.start(settings, me, membership, HASH_KEY, model_dir)
         client = httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False)

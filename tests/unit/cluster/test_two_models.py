@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from support.other_weights import other_weights
 from support.split import Split, split_path
 from support.workers import Asker, Gateway, generate, member, ref
 
@@ -21,19 +20,6 @@ from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Placement
 from moonpool.engine.engine import load_engine
 from moonpool.wire import channels
-
-
-def other_weights(model: Path, folder: Path) -> Path:
-    """The same configuration and tokenizer, and every weight a little different."""
-    folder.mkdir()
-    for file in model.iterdir():
-        if file.is_file() and file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
-    rng = np.random.default_rng(27)
-    tensors = load_file(model / "model.safetensors")
-    changed = {name: t + rng.normal(0, 0.05, t.shape).astype(t.dtype) for name, t in tensors.items()}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @asynccontextmanager
