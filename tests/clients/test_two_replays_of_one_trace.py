@@ -1,0 +1,77 @@
+"""aiperf and ``moonpool replay`` measure the same: time to the first token of one trace, in alternating pairs of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import client_commands as commands
+from support.client_commands import Places
+from support.clients import ROOT, Client
+from support.clients_page import Notebook
+from support.cluster import LocalCluster
+
+PAIRS = 3
+WITHIN = 0.15  # of the median of either
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.processes,
+    pytest.mark.timeout(3000),
+    pytest.mark.skipif(
+        "MOONPOOL_CLIENTS_PAIRS" not in os.environ, reason="measures: MOONPOOL_CLIENTS_PAIRS=1 on a quiet machine"
+    ),
+]
+
+
+def moonpool(*words: str) -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "moonpool.cli.main", *words), cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{words}: {done.stderr[-3000:]}"
+
+
+def forget(cluster: LocalCluster) -> None:
+    """All KV, so that every run meets a cold cluster."""
+    assert cluster.state is not None
+    cluster.assert_idle()
+    cluster.clear_device_pages("prefill-0", "decode-0")
+    moonpool("store", "clear", "--everything", "--yes", "--set", f"cluster.registry={cluster.state.registry}")
+
+
+@pytest.mark.clients("aiperf")
+def test_the_median_time_to_the_first_token_agrees(
+    client: Client, cluster: LocalCluster, at: Places, scratch: Path, hub: Path, notebook: Notebook
+) -> None:
+    moonpool(*commands.moonpool_trace(at)[1:])
+    rows = len(Path(at.trace).read_text().splitlines())
+
+    def theirs(run: str) -> tuple[float, float]:
+        client.run(commands.aiperf_replay(at, run), scratch, limit_s=600, HF_HUB_CACHE=str(hub))
+        found = json.loads((scratch / run / "profile_export_aiperf.json").read_text())
+        return found["request_count"]["avg"], found["time_to_first_token"]["p50"]
+
+    def ours(run: str) -> tuple[float, float]:
+        moonpool(*commands.moonpool_replay(at, run)[1:])
+        found = json.loads((scratch / run / "summary.json").read_text())
+        return found["ok"], found["ttft_ms"]["p50"]
+
+    sides: dict[str, Callable[[str], tuple[float, float]]] = {"moonpool": ours, "aiperf": theirs}
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    ours("warm-up")
+    for pair in range(PAIRS):
+        for name in sorted(sides, reverse=pair % 2 == 1):
+            forget(cluster)
+            count, p50 = sides[name](f"{name}-{pair}")
+            assert count == rows
+            measured[name].append(p50)
+    notebook.add("pairs", ["moonpool", "replay", "aiperf", "profile"], json.dumps(measured))
+    print(measured)
+    medians = {name: statistics.median(values) for name, values in measured.items()}
+    assert abs(medians["aiperf"] - medians["moonpool"]) <= WITHIN * max(medians.values()), measured
