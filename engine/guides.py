@@ -15,16 +15,14 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.request import Guide, GuideKind, SamplingParams
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 GRAMMARS = 64  # compiled ones kept
 STATES = 512  # of answers under way: more than a worker runs at once
@@ -144,8 +142,6 @@ class Guides:
         return mask
 
     def _grammar(self, guide: Guide) -> LLMatcher:
-        from llguidance import LLMatcher
-
         found = self._grammars.get(guide)
         if found is None:
             found = LLMatcher(self._vocabulary(), grammar_text(guide), log_level=0, limits=_limits())
@@ -156,8 +152,6 @@ class Guides:
         return found
 
     def _vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
         with self._loading:
             if self._tokenizer is None:
                 if not self._eos:
@@ -172,8 +166,6 @@ class Guides:
 
 def grammar_text(guide: Guide) -> str:
     """As the library reads it. InvalidRequest where a schema is no JSON object."""
-    from llguidance import LLMatcher
-
     match guide.kind:
         case GuideKind.JSON_OBJECT:
             return _schema_grammar('{"type":"object"}')
@@ -186,13 +178,11 @@ def grammar_text(guide: Guide) -> str:
 
 
 def written_as(schema: Mapping[str, object]) -> dict[str, object]:
-    """``schema`` with how its JSON is to be spaced, for use within a grammar. A client's own wishes of that kind are dropped."""
+    """``schema`` with how its JSON is to be spaced, whatever its client wishes, for use within a grammar."""
     return {**schema, "x-guidance": WRITTEN}
 
 
 def _schema_grammar(text: str) -> str:
-    from llguidance import LLMatcher
-
     try:
         schema = json.loads(text)
         if not isinstance(schema, dict):
@@ -204,8 +194,6 @@ def _schema_grammar(text: str) -> str:
 
 def _limits() -> LLParserLimits:
     """The library's own but for the sizes that one request may claim."""
-    from llguidance import LLParserLimits
-
     return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
 
 

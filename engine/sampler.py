@@ -1,10 +1,10 @@
 """How the next id is drawn: a pure function of (params, prompt, outputs, logits), whatever else is in the batch.
 
 Order, as in vLLM: minimum length, repetition penalty (prompt and outputs), frequency and presence penalties (outputs),
-what a guide allows, temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011) with the seed as key
-and the output position as counter, and picks by inverse distribution: over ids in their order where nothing is cut
-off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw distribution, before any
-of this.
+what a guide allows, temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011)
+with the seed as key and the output position as counter, and picks by inverse distribution: over ids in their order where
+nothing is cut off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw
+distribution, before any of this.
 """
 
 from __future__ import annotations

@@ -50,9 +50,8 @@ def write_tiny_model(folder: Path, *, context: int = CONTEXT) -> Path:
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": TURN_END})
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "max_position_embeddings": context, "vocab_size": len(vocab)})
-    )
+    facts = {"model_type": "llama", "max_position_embeddings": context, "vocab_size": len(vocab)}
+    (folder / "config.json").write_text(json.dumps({**facts, "eos_token_id": [vocab[TURN_END], vocab[EOS]]}))
     return folder
 
 

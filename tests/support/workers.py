@@ -169,7 +169,8 @@ def generate(engine: Engine, request: Request) -> list[int]:
         while True:
             logits = engine.forward([Row(tokens[start:], start, pages, True)])
             start = len(tokens)
-            token = sample(logits, [SamplerState(request.sampling, request.prompt, outputs)], engine.eos_ids)[0].token
+            state = SamplerState(request.sampling, request.prompt, outputs, engine.guides.allowed_by(request.sampling, outputs))
+            token = sample(logits, [state], engine.eos_ids)[0].token
             outputs.append(token)
             tokens.append(token)
             if finish_reason(request.sampling, token, len(outputs), engine.eos_ids):
