@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
-from moonpool.cli.running import find
+from moonpool.cli.running import Running, find
 
 if TYPE_CHECKING:
     from moonpool.cluster.survey import Answer
@@ -26,12 +27,21 @@ def status(
     require_carrier: Annotated[
         str, typer.Option("--require-carrier", help="Fail unless bytes went between nodes, and by this carrier only.")
     ] = "",
+    prometheus_targets: Annotated[
+        str,
+        typer.Option(
+            "--prometheus-targets", metavar="FILE", help="Write what Prometheus shall scrape (file_sd), and no more; -: here."
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Who is in the cluster: liveness, incarnation, readiness and gauges of every process."""
     from moonpool.cluster.survey import leader_of, leaders_of, survey
 
     running = find(name, config_file, settings)
+    if prometheus_targets:
+        _write_targets(running, prometheus_targets)
+        return
     answers = asyncio.run(survey(running.registry))
     if as_json:
         url = running.local.url if running.local else ""
@@ -43,6 +53,27 @@ def status(
         _print(answers)
     if require_carrier:
         _require_carrier(answers, require_carrier)
+
+
+def _write_targets(running: Running, file: str) -> None:
+    from moonpool.cluster.probe.targets import targets
+    from moonpool.cluster.survey import members
+    from moonpool.core.errors import ConfigError
+
+    name = running.local.name if running.local else running.config.cluster.name
+    found = targets(asyncio.run(members(running.registry)), name)
+    text = json.dumps(found, indent=2) + "\n"
+    if file == "-":
+        print(text, end="")
+        return
+    path = Path(file)
+    try:
+        fresh = path.with_name(f".{path.name}.new")  # Prometheus may read it at any moment
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as e:
+        raise ConfigError(f"--prometheus-targets: cannot write {path}: {e.strerror}; give another file") from e
+    say(f"{len(found)} processes to scrape: {path}")
 
 
 def _require_carrier(answers: list[Answer], carrier: str) -> None:

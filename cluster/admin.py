@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 import grpc
+import psutil
 
 from moonpool.cluster.identity.told import own_certificate
 from moonpool.core.errors import MoonpoolError
-from moonpool.core.lifetime import Lives
+from moonpool.core.lifetime import Lives, lives_json
 from moonpool.core.membership import Member, Service
 from moonpool.wire import pb
 from moonpool.wire.convert import to_wire
@@ -82,6 +83,9 @@ class Admin(pb.admin_rpc.AdminServicer):
         service: object = self._service()
         if not isinstance(service, Lived):
             return pb.admin.LivesReply(next=0, json="[]")
+        if request.request:
+            found = [(request.request, attempt, life) for attempt, life in service.lifetimes.of(request.request)]
+            return pb.admin.LivesReply(json=lives_json(found[-LIVES_PER_REPLY:]))
         number, told = service.lifetimes.since(request.after, LIVES_PER_REPLY)
         return pb.admin.LivesReply(next=number, json=told)
 
@@ -119,4 +123,5 @@ def process_numbers() -> dict[str, float]:
         "process_handles": float(handles),
         "process_sockets": float(sockets),
         "process_resident_bytes": float(pages * os.sysconf("SC_PAGE_SIZE")),
+        "process_start_time_seconds": psutil.Process().create_time(),
     }

@@ -41,6 +41,7 @@ class PoolPrefix:
         segments = at_once(live.placement.segments)  # other rows compute meanwhile
         found = await find(client, self._link.node, self._peers, sequence.keys, matched, segments, wait)
         live.fetch_seconds += found.fetch_seconds
+        live.fetched_tokens += found.fetched_bytes // self._engine.layout.block_bytes * self._engine.layout.block_tokens
         self.links.extend(found.links)
         found.cut(matched, self._engine.pages.quantum)
         if client is None or not found.slots:

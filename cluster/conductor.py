@@ -27,6 +27,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Bug, InvalidRequest, NoPath, Reason
 from moonpool.core.events import EventBatch, IndexSnapshot
 from moonpool.core.ids import Incarnation, NodeId
+from moonpool.core.lifetime import Instant, Lifetime, Lives
 from moonpool.core.membership import Member, MemberChange, Peers, WorkerReport
 from moonpool.core.placement import Finished, Later, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.actions import Action, Bound, Cool, Prefetch, Replicate, Resync, SwitchRole
@@ -55,6 +56,7 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         self._member = member
         self._clock = clock
         self._late = LateAnswers()
+        self.lifetimes = Lives()
         self._leads: Leads = leads or Alone()
         self._moves = Moves(peers, config.scheduler.moves_at_once, self._leads)
         self._roles = RoleMoves(peers, member.id, self._leads)
@@ -171,13 +173,22 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
             await _refuse(context, e)
         if self._leaving:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "conductor: leaving")
+        life = Lifetime({Instant.ARRIVED: self._clock()}, {"tenant": asked.tenant})
+        try:
+            await self._decide(asked, life, context)
+        finally:
+            if len(life.at) == 1:
+                life.stamp(Instant.CANCELLED, self._clock())
+            self.lifetimes.add(asked.request, asked.attempt, life)
+
+    async def _decide(self, asked: PlaceRequest, life: Lifetime, context: grpc.aio.ServicerContext) -> None:
         now = self._clock()
         self.recording.add(now, asked)
         answer = self.conductor.place(asked, now)
         if not isinstance(answer, Later):
             self.recording.add(now, answered(asked.request, asked.attempt, answer))
             self._act(self.conductor.take_actions())
-            await self._answer(asked, answer, context)
+            await self._answer(asked, answer, life, context)
             return
         coming = self._late.open(asked.request, asked.attempt)  # before any action is taken: it may be the answer
         heard = False
@@ -193,14 +204,20 @@ class ConductorService(pb.conductor_rpc.ConductorServicer):
         finally:
             if self._late.close(asked.request, coming) and not heard:  # also where it was booked as its caller left
                 self.conductor.withdraw(asked.request, self._clock())
-        await self._answer(asked, bound, context)
+        await self._answer(asked, bound, life, context)
 
-    async def _answer(self, asked: PlaceRequest, answer: Placement | Refusal, context: grpc.aio.ServicerContext) -> None:
+    async def _answer(
+        self, asked: PlaceRequest, answer: Placement | Refusal, life: Lifetime, context: grpc.aio.ServicerContext
+    ) -> None:
         reply = pb.conductor.PlaceReply()
         if isinstance(answer, Placement):
             to_wire(answer, reply.placement)
+            life.stamp(Instant.PLACED, self._clock())
+            life.facts |= {"prefill": answer.prefill.id, "decode": answer.decode.id, "outcome": "ok"}
         else:
             to_wire(answer, reply.refusal)
+            life.stamp(Instant.REFUSED, self._clock())
+            life.facts["outcome"] = answer.reason.value
         try:
             await context.write(reply)
         except asyncio.CancelledError:

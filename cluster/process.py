@@ -10,18 +10,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moonpool import __version__
-from moonpool.cluster.admin import Admin, process_numbers
+from moonpool.cluster.admin import Admin, Lived, process_numbers
 from moonpool.cluster.face import Face
 from moonpool.cluster.identity.folders import take
+from moonpool.cluster.identity.told import own_certificate
 from moonpool.cluster.incarnations import Incarnations
 from moonpool.cluster.leaving import budget_s, drain
 from moonpool.cluster.logs import log_path, open_log
 from moonpool.cluster.membership import Membership
+from moonpool.cluster.probe.ended import EndedLives
 from moonpool.cluster.probe.facts import Phase
 from moonpool.cluster.probe.probe import Probe
 from moonpool.cluster.reporter import Reporter
 from moonpool.cluster.role_switch import checked_role, keep_role
 from moonpool.cluster.spec import RoleSpec
+from moonpool.cluster.tracing.make import traces_of
 from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, Service, WorkerReport
@@ -34,6 +37,7 @@ EXIT_STUCK = 77  # it stood still with work pending, and nobody else ended it
 EXIT_RESTART = 76  # it left in order, and whoever keeps it starts it anew
 CLOSE_S = 10.0  # an orderly end takes no longer than this
 COME_BACK_S = 20.0
+TRACES_S = 3.0  # for the last spans to reach a collector
 
 Say = Callable[[str], None]
 Again = Callable[[Member], Awaitable[tuple[Service, Member]]]
@@ -80,7 +84,9 @@ class Process:
 
     def __init__(self, spec: RoleSpec, make: Make, say: Say, die: Callable[[int], None] = os._exit) -> None:
         self.spec, self._make, self._say, self._die = spec, make, say, die
-        self._log = open_log(spec.state_dir, spec.member)
+        self._log = open_log(spec.state_dir, spec.member, spec.config.observe)
+        self._traces = traces_of(spec.config.observe, spec.config.cluster.name, spec.member)
+        self._lives = EndedLives(lambda: self._member.role, log_each=spec.config.observe.log_requests, traces=self._traces)
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._made: Made | None = None
         self._face: Face | None = None
@@ -154,6 +160,8 @@ class Process:
             self._log.error("close took too long", limit_s=CLOSE_S)
         if self._probe:
             await self._probe.close()
+        if self._traces:
+            await asyncio.wait({asyncio.create_task(asyncio.to_thread(self._traces.close))}, timeout=TRACES_S)
         self._log.info("closed")
 
     async def _leave(self) -> None:
@@ -179,6 +187,7 @@ class Process:
             service=lambda: self._made.service if self._made else None,
             numbers=self._numbers,
             on_dead=self._dead,
+            lives=self._lives,
         )
 
     def _dead(self, why: str) -> None:
@@ -198,7 +207,7 @@ class Process:
             self._probe.refresh()
 
     def _numbers(self) -> dict[str, float]:
-        numbers = process_numbers()
+        numbers = {**process_numbers(), **own_certificate()[0], "incarnation": float(self._member.incarnation)}
         numbers.update(self._peers.numbers() if self._peers else {})
         numbers.update(self._made.service.numbers() if self._made else {})
         return numbers
@@ -220,6 +229,8 @@ class Process:
 
     async def _serve(self, face: Face, service: Service, peers: Membership) -> None:
         await face.start(service)
+        if isinstance(service, Lived):
+            self._lives.follow(service.lifetimes)
         self._member = replace(self._member, ready=True)
         await peers.join(self._member)
         self._joined = True
@@ -322,5 +333,7 @@ def _in_one_line(spec: RoleSpec, error: BaseException) -> str:
     """Why a process cannot start, in one line; what we did not raise on purpose leaves its traceback in the log."""
     known = isinstance(error, MoonpoolError)
     text = error.message if isinstance(error, MoonpoolError) else f"{type(error).__name__}: {error}"
-    open_log(spec.state_dir, spec.member).error("start failed", exc_info=None if known else error, message=text)
+    open_log(spec.state_dir, spec.member, spec.config.observe).error(
+        "start failed", exc_info=None if known else error, message=text
+    )
     return text if known else f"{text} (traceback in {log_path(spec.state_dir, spec.member)})"

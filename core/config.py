@@ -30,6 +30,9 @@ class ModelConfig(_Values):
     aliases: tuple[str, ...] = Field((), description="further names that clients may use")
     ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of its requests; 0: gateway.ttft_target_ms")
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target of its requests; 0: gateway.tbt_target_ms")
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = Field(
+        "auto", description="how it writes tool calls; auto: as its chat template tells"
+    )
 
     @property
     def served_name(self) -> str:
@@ -107,7 +110,7 @@ class TimingConfig(_Values):
 
 
 class GatewayConfig(_Values):
-    host: str = Field("127.0.0.1", description="HTTP bind address")
+    host: str = Field("127.0.0.1", description="HTTP bind address; auto: the host's own")
     port: int = Field(8000, ge=0, le=65_535)
     max_body_bytes: int = Field(8 * MIB, ge=1_024)
     max_held_bytes: int = Field(256 * MIB, ge=1_024, description="bodies of all requests in flight; above, 429")
@@ -118,6 +121,9 @@ class GatewayConfig(_Values):
     ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of requests that carry none; 0: none")
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target; 0: none")
     drain_ms: int = Field(5_000, ge=0, description="a leaving gateway lets running requests finish this long")
+    console: Literal["auto", "on", "off"] = Field(
+        "auto", description="the web console at /console; auto: where the gateway is on loopback, or asks for API keys"
+    )
     linger_ms: int = Field(1_500, ge=0, description="a leaving gateway keeps idle connections open so long, to say goodbye")
     models: tuple[ModelConfig, ...] = Field((), description="models served besides that of [model], each with its path")
     usage_log: str = Field("", description="file that gets a line of JSON about every request at its end; empty: none")
@@ -125,6 +131,20 @@ class GatewayConfig(_Values):
     usage_log_files: int = Field(8, ge=1, le=10_000, description="how many full usage logs are kept beside the one being written")
     warm_file: str = Field("", description="prompts that are computed into the pool at the start, as for `moonpool warm`")
     cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the gateway, or *; empty: none")
+
+
+class ObserveConfig(_Values):
+    """What processes tell of themselves beside metrics. See docs/metrics.md."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe lines that are logged")
+    log_format: Literal["json", "logfmt"] = Field("json", description="how a line of the log is written")
+    log_to: Literal["file", "stderr"] = Field("file", description="logs/MEMBER.log in the state folder, or standard error")
+    log_bytes: int = Field(
+        64 * MIB, ge=65_536, description="size at which a log file is begun anew; the one before it is kept, as MEMBER.log.1"
+    )
+    log_requests: bool = Field(True, description="a line about each request at its gateway, and each attempt elsewhere")
+    otlp_endpoint: str = Field("", description="URL of an OpenTelemetry collector (OTLP over HTTP); empty: no traces")
+    sample: float = Field(1.0, ge=0, le=1, description="share of requests that are traced, beside those that clients trace")
 
 
 class SecurityConfig(_Values):
@@ -209,7 +229,7 @@ class ClusterConfig(_Values):
     ray_place_ms: int = Field(30_000, ge=100, description="Ray has this long to find room for all node ids")
     host: str = Field("127.0.0.1", description="address the control ports bind to and announce; auto: the host's own")
     port: int = Field(0, ge=0, le=65_535, description="port of a process's control calls (gRPC); 0: any free one, announced")
-    probe_host: str = Field("127.0.0.1", description="address that /live, /ready and /metrics of every process bind to")
+    probe_host: str = Field("127.0.0.1", description="address that /live, /ready and /metrics bind to; auto: as above")
     probe_port: int = Field(0, ge=0, le=65_535, description="their port; 0: any free one, shown by `status`")
     registry: str = Field("", description="host:port, or etcd://host:port,...; empty: embedded in the launcher")
     state_dir: str = Field("", description="logs, sockets, pid files; empty: ~/.cache/moonpool/clusters/<name>")
@@ -225,6 +245,7 @@ class Config(_Values):
     timing: TimingConfig = TimingConfig()
     gateway: GatewayConfig = GatewayConfig()
     security: SecurityConfig = SecurityConfig()
+    observe: ObserveConfig = ObserveConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     cluster: ClusterConfig = ClusterConfig()
 

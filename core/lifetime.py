@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+
+MOST_TRIES = 32  # of one request that are remembered: those given back or refused for a while are not bounded in number
 
 
 class Instant(StrEnum):
@@ -33,8 +36,30 @@ class Instant(StrEnum):
 
 
 @dataclass(slots=True)
+class Try:
+    """One attempt as its gateway saw it; ``facts`` as in ``Lifetime``."""
+
+    number: int
+    begun: float
+    ended: float = 0.0
+    facts: dict[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Lifetime:
+    """``facts`` go to logs and traces: names of processes, counts, reasons; nothing of a prompt or an answer.
+
+    ``tries``: at gateways, the newest attempts.
+    """
+
     at: dict[Instant, float] = field(default_factory=dict)
+    facts: dict[str, str | int | float] = field(default_factory=dict)
+    tries: list[Try] = field(default_factory=list)
+
+    def begin_try(self, number: int, now: float) -> Try:
+        del self.tries[: len(self.tries) + 1 - MOST_TRIES]
+        self.tries.append(Try(number, now))
+        return self.tries[-1]
 
     def stamp(self, instant: Instant, now: float) -> None:
         """The first stamp of an instant stays."""
@@ -47,22 +72,35 @@ class Lifetime:
         return None
 
 
+def _nobody(request: str, attempt: int, life: Lifetime) -> None:
+    pass
+
+
 class Lives:
-    """The newest lifetimes of one process, oldest first, each with its number: the first one ever is 0."""
+    """The newest lifetimes of one process, oldest first, each with its number: the first one ever is 0.
+
+    ``on_ended`` (request, attempt, life) hears of each as it ends, and must not raise.
+    """
 
     def __init__(self, kept: int = 4_096) -> None:
         self._kept: deque[tuple[str, int, Lifetime]] = deque(maxlen=kept)
         self._added = 0
+        self.on_ended: Callable[[str, int, Lifetime], None] = _nobody
 
     def add(self, request: str, attempt: int, life: Lifetime) -> None:
         self._kept.append((request, attempt, life))
         self._added += 1
+        self.on_ended(request, attempt, life)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def newest(self) -> Lifetime | None:
         return self._kept[-1][2] if self._kept else None
+
+    def of(self, request: str) -> list[tuple[int, Lifetime]]:
+        """(attempt, its lifetime) of those that are kept, oldest first."""
+        return [(attempt, life) for name, attempt, life in self._kept if name == request]
 
     def to_json(self, last: int) -> str:
         """``[[request, attempt, {instant: seconds}], ...]`` of the ``last`` newest. One machine, one clock."""
@@ -76,5 +114,8 @@ class Lives:
         oldest = self._added - len(self._kept)
         skipped = max(number - oldest, 0)
         lives = list(islice(self._kept, skipped, skipped + most))
-        told = [[request, attempt, {i.value: t for i, t in life.at.items()}] for request, attempt, life in lives]
-        return oldest + skipped + len(lives), json.dumps(told)
+        return oldest + skipped + len(lives), lives_json(lives)
+
+
+def lives_json(lives: Iterable[tuple[str, int, Lifetime]]) -> str:
+    return json.dumps([[request, attempt, {i.value: t for i, t in life.at.items()}] for request, attempt, life in lives])

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
+from structlog.contextvars import bound_contextvars
 
 from moonpool.core.config import Config
 from moonpool.core.errors import Busy, Failure, Reason
@@ -90,6 +91,10 @@ class Filler:
         return len(self._handoffs)
 
     def fill(self, live: Live, admission: Admission) -> None:
+        with bound_contextvars(request=live.request, attempt=live.attempt.number):  # of the tasks that are begun here
+            self._fill(live, admission)
+
+    def _fill(self, live: Live, admission: Admission) -> None:
         sequence = live.sequence
         if sequence.remote:
             self._hand_off(live, admission.matched)

@@ -7,10 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from moonpool.core.errors import Reason
 from moonpool.core.ids import RequestId
-from moonpool.core.lifetime import Lifetime
+from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Placement
-from moonpool.core.request import Attempt
+from moonpool.core.request import Attempt, Emission
 from moonpool.decode_worker.sequence import Sequence
 from moonpool.decode_worker.stream import TokenStream
 
@@ -36,12 +37,20 @@ class Live:
     loaded_tokens: int = 0
     load_seconds: float = 0.0
     fetch_seconds: float = 0.0
+    fetched_tokens: int = 0  # of the loaded ones, from other nodes
     emitted: int = 0  # emissions with an id
     over: bool = False  # its last word is said
 
     @property
     def request(self) -> RequestId:
         return self.attempt.request.id
+
+    def facts(self, last: Emission | None) -> dict[str, str | int | float]:
+        """For logs and traces; ``last`` is its last word, where that is not its last id."""
+        cancelled = Instant.CANCELLED in self.life.at
+        outcome = last.error.reason.value if last and last.error else Reason.CANCELLED.value if cancelled else "ok"
+        prefill = self.placement.prefill.id
+        return {"outcome": outcome, "prefill": prefill, "output_tokens": self.emitted, "cached_tokens": self.cached_tokens}
 
     @property
     def position(self) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 import grpc
+import structlog
 
 from moonpool.core.blocks import BlockHasher, load_hash_key
 from moonpool.core.config import Config
@@ -45,8 +46,10 @@ from moonpool.engine.journal import PageJournal
 from moonpool.engine.sampler import finish_reason
 
 TOLD_LIVES = 32  # in ``words``
-COUNTED = ("started", "refused", "cancelled", "failed", "moved", "tokens")
+SOURCES = ("device", "pool", "remote", "computed")  # of a prompt's KV, where the prompt is computed here
+COUNTED = ("started", "refused", "cancelled", "failed", "moved", "tokens", *(f"prefix_tokens_{one}" for one in SOURCES))
 log = logging.getLogger(__name__)
+_told = structlog.get_logger(__name__)
 
 
 class DecodeWorker:
@@ -135,6 +138,7 @@ class DecodeWorker:
 
     def _refuse(self, stream: TokenStream, attempt: Attempt, error: MoonpoolError) -> None:
         self._counts["refused"] += 1
+        _told.info("attempt refused", request=attempt.request.id, attempt=attempt.number, reason=error.reason.value)
         stream.put(Emission(attempt.request.id, attempt.number, len(attempt.emitted), error=Failure.of(error)))
 
     # -- what the step loop tells ------------------------------------------------------------------------------------
@@ -195,6 +199,10 @@ class DecodeWorker:
         timing = PrefillTiming(len(live.attempt.context), live.cached_tokens, seconds, *loaded)
         self._prefills.append(timing)
         self.measured(timing)
+        cached, from_pool = live.cached_tokens, min(live.loaded_tokens, live.cached_tokens)
+        remote = min(live.fetched_tokens, from_pool)
+        tokens = (cached - from_pool, from_pool - remote, remote, timing.prompt_tokens - cached)
+        self._counts.update({f"prefix_tokens_{one}": n for one, n in zip(SOURCES, tokens, strict=True)})
 
     # -- what filling tells ------------------------------------------------------------------------------------------
 
@@ -257,6 +265,7 @@ class DecodeWorker:
         if live.deadline is not None:
             live.deadline.cancel()
         live.life.stamp(Instant.FINISHED, time.monotonic())
+        live.life.facts |= live.facts(last)
         self.lifetimes.add(live.request, live.attempt.number, live.life)
         if last is not None:
             live.stream.put(last)

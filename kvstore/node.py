@@ -338,6 +338,7 @@ class StoreNode:
             own |= self.host_face.numbers()
         landed = {f"bytes_landed_{carrier}": float(n) for carrier, n in self.verifier.bytes_landed.items()}
         parts = (self.pool, self.lower, self.receiving, self.fetcher, self.spreader, self.leaving, self.compressor)
+        landed |= {f"bytes_sent_{carrier}": float(n) for carrier, n in self.pusher.sent_by_carrier().items()}
         return own | landed | {name: value for part in parts for name, value in part.numbers().items()}
 
     def words(self) -> dict[str, str]:
@@ -348,6 +349,8 @@ class StoreNode:
         out |= self.lower.words()
         if sent := self.pusher.carriers():
             out["carriers_sent"] = sent
+        if landed := self.verifier.landed_word():
+            out["landed_from"] = landed
         return out
 
     def report(self) -> WorkerReport | None:

@@ -214,6 +214,10 @@ class Pusher:
         """Payload and notice bytes of all carriers since the start, what was pushed again included."""
         return sum(sender.bytes_sent() for sender in self._senders.values())
 
+    def sent_by_carrier(self) -> dict[str, int]:
+        """``bytes_sent`` by the carriers used so far."""
+        return {name: sender.bytes_sent() for name, sender in self._senders.items()}
+
     def carriers(self) -> str:
         """The carriers used so far and what really carried their bytes, as in ``ucx (tcp), segment (mmap)``."""
         return ", ".join(f"{name} ({sender.transport_used()})" for name, sender in sorted(self._senders.items()))

@@ -19,6 +19,7 @@ from moonpool.kvstore.claims import LandingAsk, Life, Reserved
 from moonpool.kvstore.fetching import DRAIN_S, require_target
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.node_sessions import NodeSession
+from moonpool.kvstore.prefix_tiers import PrefixTiers
 from moonpool.kvstore.replication.face import ReplicationCalls
 from moonpool.kvstore.transfer.carrier import Endpoint
 from moonpool.wire import pb
@@ -187,6 +188,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
     async def Pin(self, request: pb.store.KeysRequest, context: Any) -> pb.store.PinReply:
         keys: Sequence[bytes] = await self._keys(request, context)
         use = checked_use(from_wire(request.use, Use))
+        tiers = PrefixTiers.before(self._pool, keys)
         if request.load_ms:
             end = self._node.clock() + min(request.load_ms, MAX_WAIT_MS) / 1e3
             layout = self._pool.layout(request.layout or self._node.layout.fingerprint)
@@ -194,6 +196,7 @@ class StoreService(ReplicationCalls, pb.store_rpc.StoreServicer):
             keys = await self._node.compressor.readable(keys, use, end - self._node.clock())
         session = await self._session(request.session, context)  # after what took time: it may be over by now
         ticket = self._pool.pin(session.number, keys, use, self._node.clock(), request.layout)
+        tiers.count(self._pool, len(ticket.slots), self._pool.layout(request.layout or self._node.layout.fingerprint))
         return pb.store.PinReply(ticket=to_wire(ticket, pb.types.Ticket()))
 
     async def Unpin(self, request: pb.store.UnpinRequest, context: Any) -> pb.types.Empty:

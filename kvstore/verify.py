@@ -14,12 +14,13 @@ from moonpool.core.errors import InvalidRequest
 from moonpool.core.landing import Landed, PushNotice
 from moonpool.core.layout import KVLayout
 from moonpool.kvstore import slices
-from moonpool.kvstore.claims import Expected
+from moonpool.kvstore.claims import Expected, LandingClaim
 from moonpool.kvstore.pool import Pool
 from moonpool.wire.frames import decode_notice
 
 PENDING = 1 << 16  # slices that may wait for verification; more are dropped, and pushed again by their writers
 ON_LOOP_BYTES = 32 << 10  # larger frames are decoded in a thread
+WRITERS = 1_024  # that are told apart in ``landed_from``
 PLACE = "landing"
 
 
@@ -43,6 +44,7 @@ class Verifier:
         self._pulse = asyncio.Event()
         self.pending = 0
         self.bytes_landed: Counter[str] = Counter()  # by carrier
+        self.landed_from: Counter[tuple[str, str]] = Counter()  # by (member that pushed, carrier)
 
     async def take(self, frame: bytes, carrier: str) -> None:
         """Returns when every slice that the notice announces is verified, or known to need no verification."""
@@ -79,7 +81,7 @@ class Verifier:
         claim = landings.get(notice.landing)
         reader = None if claim is None else claim.ask.reader
         now = self._clock()
-        blocks = []
+        landed, blocks = 0, []
         for one, ok in zip(expected, right, strict=True):
             if not ok:
                 self._pool.held.mismatch(PLACE)
@@ -90,14 +92,25 @@ class Verifier:
                 slices.mark(layout, view, one.ref.offset, notice.layer, one.valid, one.digest)
                 landings.landed(notice.landing, one.slot, notice.layer, now)
                 blocks.append(one.block)
-                self.bytes_landed[carrier] += sum(length for _, length in layout.pieces(one.valid))
+                landed += sum(length for _, length in layout.pieces(one.valid))
         if blocks:
+            self._count(claim, carrier, landed)
             self._on_landed(
                 reader,
                 Landed(notice.landing, notice.request, notice.attempt, notice.chunk, notice.layer, tuple(blocks)),
             )
         self.pulse()
         self._changed()
+
+    def _count(self, claim: LandingClaim | None, carrier: str, landed: int) -> None:
+        self.bytes_landed[carrier] += landed
+        pushed = ("" if claim is None else claim.ask.writer.member, carrier)
+        if len(self.landed_from) < WRITERS or pushed in self.landed_from:
+            self.landed_from[pushed] += landed
+
+    def landed_word(self) -> str:
+        """``landed_from`` as one of the node's words: ``prefill-0/ucx=1024 store-a/tcp=512``."""
+        return " ".join(f"{writer}/{carrier}={count}" for (writer, carrier), count in sorted(self.landed_from.items()))
 
     def pulse(self) -> None:
         """Wake whoever waits for a landing to settle."""

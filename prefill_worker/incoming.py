@@ -97,6 +97,7 @@ class Incoming:
         more = await self._or_late(work, asyncio.create_task(run), first, end, all_known)
         if more is not None:
             self._learn(more)
+            work.fetched_blocks = len(more.slots)
             work.found.add(more)
 
     async def _or_late(

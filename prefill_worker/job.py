@@ -61,6 +61,7 @@ class Job:
         self.loads: list[PrefixLoad] = []
         self.late: Ahead | None = None  # what should have been here before computing began
         self.ahead: Ahead | None = None
+        self.fetched_blocks = 0  # of ``found``
         self.ahead_tokens = 0  # fetched while others were computed, and used
         self._told = 0  # leading blocks whose layers were told
         self.load_seconds = 0.0
@@ -99,11 +100,13 @@ class Job:
     def cancel(self, why: Failure) -> None:
         """Nobody wants it any more; a no-op once it has ended."""
         if not self.source.stop:
+            self.life.facts.setdefault("outcome", why.reason.value)
             self._reader_gone = True
             self.tell(lambda: self.source.cancelled(why))
 
     def fail(self, failure: Failure) -> None:
         if not self.source.stop:
+            self.life.facts.setdefault("outcome", failure.reason.value)
             self.tell(lambda: self.source.failed(failure))
 
     async def done_or_ended(self, task: asyncio.Task[Any], limit_s: float | None = None) -> bool:
@@ -197,6 +200,7 @@ class Job:
         self.life.stamp(Instant.LAST_LAYER_COMPUTED, time.monotonic())
         request = self.job.attempt.request
         state = SamplerState(request.sampling, request.prompt, self.job.attempt.emitted)
+        state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         return sample(logits, [state], self._engine.eos_ids)[0]
 
     def ends_with(self, token: int) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from structlog.contextvars import bound_contextvars
+
 from moonpool.core.blocks import blocks_for
 from moonpool.core.errors import Busy, Failure, MoonpoolError, PeerSilent
 from moonpool.core.handoff import FirstToken
@@ -65,15 +67,16 @@ class Runner:
 
     async def run(self, work: Job) -> None:
         """Ends with the first token told, with the job back in the queue, or with its pages left after it ended."""
-        try:
-            if await self._begin(work):
-                await self._compute(work)
-        except Exception as e:
-            if not isinstance(e, MoonpoolError):
-                log.exception("prefill of %s attempt %d", *work.key)
-            work.fail(Failure.of(e))
-        finally:
-            await self._leave_pages(work)
+        with bound_contextvars(request=work.key[0], attempt=work.key[1]):
+            try:
+                if await self._begin(work):
+                    await self._compute(work)
+            except Exception as e:
+                if not isinstance(e, MoonpoolError):
+                    log.exception("prefill failed")
+                work.fail(Failure.of(e))
+            finally:
+                await self._leave_pages(work)
 
     async def close(self) -> None:
         """Waits for the layer and the slice under way, and for landings that came too late."""
@@ -89,7 +92,7 @@ class Runner:
             self._take_pages(work)
             await self._take_landing(work)
         except (OutOfPages, Busy) as e:
-            log.info("%s attempt %d waits: %s", *work.key, e)
+            log.info("the job waits: %s", e)
             self._give_back(work)
             if not work.ended():
                 self.counts["skips"] += 1
@@ -218,9 +221,21 @@ class Runner:
             self.timings.append(timing)
         self.links.extend(work.found.links)
         self.pace.measured(len(work.tokens) - cached, timing.seconds - timing.load_seconds)
+        self._count_sources(work, cached)
         self.counts["prompt_tokens"] += len(work.tokens)
         self.counts["reused_tokens"] += cached
         self.counts["fetched_bytes"] += work.found.fetched_bytes
+
+    def _count_sources(self, work: Job, cached: int) -> None:
+        """Where the KV of the prompt came from, in tokens."""
+        size = self._engine.layout.block_tokens
+        device = min(work.matched * size, cached)
+        remote = min(work.fetched_blocks * size + work.ahead_tokens, cached - device)
+        self.counts["prefix_tokens_device"] += device
+        self.counts["prefix_tokens_remote"] += remote
+        self.counts["prefix_tokens_pool"] += cached - device - remote
+        self.counts["prefix_tokens_computed"] += len(work.tokens) - cached
+        work.life.facts |= {"prompt_tokens": len(work.tokens), "cached_tokens": cached, "fetched_tokens": remote}
 
     async def _leave_pages(self, work: Job) -> None:
         """Compute and prefix load have left the pages; the next job may start while this one drains."""

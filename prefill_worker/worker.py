@@ -151,6 +151,7 @@ class PrefillWorker:
         self._jobs[work.key] = work
         self._counts["jobs"] += 1
         work.life.stamp(Instant.QUEUED, time.monotonic())
+        work.life.facts["decode"] = job.decode.id
         limit = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, work)
         work.on_end.append(limit.cancel)
         self._wake.set()
@@ -181,6 +182,7 @@ class PrefillWorker:
             if self._newest.get(RequestId(request)) == number:
                 del self._newest[RequestId(request)]
         work.life.stamp(Instant.FINISHED, time.monotonic())
+        work.life.facts.setdefault("outcome", "ok")
         self.lifetimes.add(*work.key, work.life)
         self._wake.set()
 
@@ -260,7 +262,9 @@ class PrefillWorker:
 
     def numbers(self) -> dict[str, float]:
         pages = self._engine.pages
+        sent = {f"bytes_sent_{carrier}": float(n) for carrier, n in self._pusher.sent_by_carrier().items()}
         return {
+            **sent,
             "pages_total": pages.total,
             "pages_used": pages.used,
             "pages_free": pages.free,

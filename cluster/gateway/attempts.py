@@ -11,14 +11,19 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
+
+import structlog
 
 from moonpool.cluster.gateway.conductors import Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.ledger import Ledger
 from moonpool.core.errors import AttemptFailed, MoonpoolError, Reason, Refused
-from moonpool.core.lifetime import Instant, Lifetime
+from moonpool.core.lifetime import Instant, Lifetime, Try
 from moonpool.core.placement import Finished, Placement
 from moonpool.core.request import Emission
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,36 @@ class AttemptEnded:
 
 def _nobody(_: AttemptEnded) -> None:
     pass
+
+
+class Watch(Protocol):
+    """Who counts what happens to attempts. Nothing of it raises."""
+
+    def gap(self, seconds: float) -> None:
+        """Between an id and the one before it, of whichever attempt. Called for every id."""
+
+    def failed(self, reason: Reason) -> None:
+        """An attempt that was placed."""
+
+    def resumed(self) -> None:
+        """Another attempt begins after ids were streamed."""
+
+    def predicted(self, of: str, actual_s: float, predicted_s: float) -> None:
+        """``of``: ttft or tbt, of an attempt that answered."""
+
+
+class Unwatched:
+    def gap(self, seconds: float) -> None:
+        pass
+
+    def failed(self, reason: Reason) -> None:
+        pass
+
+    def resumed(self) -> None:
+        pass
+
+    def predicted(self, of: str, actual_s: float, predicted_s: float) -> None:
+        pass
 
 
 class Attempts:
@@ -57,6 +92,8 @@ class Attempts:
         self._on_ended = on_ended
         self._now = asyncio.get_running_loop().time
         self.stopped = False
+        self.watch: Watch = Unwatched()
+        self.arrivals: list[float] = []  # of ids, of all attempts
 
     async def emissions(self) -> AsyncGenerator[Emission, None]:
         """Accepted emissions in order, across attempts, until the one with ``finish``.
@@ -66,20 +103,41 @@ class Attempts:
         ledger = self._ledger
         while ledger.finish is None:
             ledger.next_attempt(self._now())
+            asked = self._now()
+            one = self._lifetime.begin_try(ledger.number, asked)
+            if ledger.emitted:
+                self.watch.resumed()
             try:
-                asked = self._now()
                 placement, conductor = await self._conductors.place(ledger.place_request(), deadline=ledger.deadline)
                 self._lifetime.stamp(Instant.PLACED, self._now())
-                trial = _Trial(self, placement, conductor, asked)
+                one.facts |= {"prefill": placement.prefill.id, "decode": placement.decode.id}
+                trial = _Trial(self, placement, conductor, asked, one)
                 async with aclosing(trial.emissions()) as accepted:
                     async for emission in accepted:
                         yield emission
             except Refused as e:
+                self._not_answered(one, e)
                 ledger.no_path(e)
             except AttemptFailed as e:
+                self._not_answered(one, e)
                 ledger.failed(e)
+            finally:
+                one.ended = self._now()
+                one.facts.setdefault("outcome", Reason.CANCELLED.value)
             if ledger.finish is None:
                 await self._pause()
+
+    def _not_answered(self, one: Try, error: Refused | AttemptFailed) -> None:
+        peer = error.peer if isinstance(error, AttemptFailed) else None
+        one.facts |= {"outcome": error.reason.value} | ({"peer": peer} if peer else {})
+        _log.info(
+            "attempt failed",
+            request=self._ledger.request.id,
+            attempt=one.number,
+            streamed=len(self._ledger.emitted),
+            message=error.message,
+            **one.facts,
+        )
 
     async def _pause(self) -> None:
         seconds = self._ledger.pause_s(random.random())
@@ -90,13 +148,15 @@ class Attempts:
 class _Trial:
     """One attempt: what was measured in it, and its report to the conductor that placed it."""
 
-    def __init__(self, of: Attempts, placement: Placement, conductor: str, asked: float) -> None:
+    def __init__(self, of: Attempts, placement: Placement, conductor: str, asked: float, one: Try) -> None:
         self._of = of
         self._ledger = of._ledger
         self._placement = placement
         self._conductor = conductor
         self._asked = asked
-        self._arrivals: list[float] = []
+        self._placed = of._now()
+        self._before = len(of.arrivals)  # ids of earlier attempts
+        self._one = one
         self._cached = 0
 
     async def emissions(self) -> AsyncGenerator[Emission, None]:
@@ -134,19 +194,24 @@ class _Trial:
             yield emission
 
     def _tell(self, error: MoonpoolError | None) -> None:
+        if error is not None:
+            self._of.watch.failed(error.reason)
         peer = error.peer or "" if isinstance(error, AttemptFailed) else ""
         self._of._on_ended(AttemptEnded(self._placement, error.reason if error is not None else None, peer))
 
     def _note(self, emission: Emission) -> None:
-        now = self._of._now()
+        now, arrivals = self._of._now(), self._of.arrivals
         if emission.sampled is not None:
             self._of._lifetime.stamp(Instant.FIRST_TOKEN, now)
-            self._arrivals.append(now)
-        if len(self._arrivals) == 1:
+            if arrivals:
+                self._of.watch.gap(now - arrivals[-1])
+            arrivals.append(now)
+        if len(arrivals) == self._before + 1:
             self._cached = emission.cached_tokens
 
     def _report(self, outcome: str) -> None:
-        arrivals = self._arrivals
+        arrivals = self._of.arrivals[self._before :]
+        self._one.facts |= {"outcome": outcome, "output_tokens": len(arrivals), "cached_tokens": self._cached}
         finished = Finished(
             request=self._ledger.request.id,
             attempt=self._ledger.number,
@@ -158,6 +223,9 @@ class _Trial:
             outcome=outcome,
         )
         self._of._conductors.tell(self._conductor, finished)
+        if outcome == "ok" and arrivals:
+            self._of.watch.predicted("ttft", arrivals[0] - self._placed, self._placement.predicted_ttft_ms / 1e3)
+            self._of.watch.predicted("tbt", finished.tbt_ms / 1e3, self._placement.predicted_tbt_ms / 1e3)
 
 
 def slowest_tenth(arrivals: list[float]) -> float:

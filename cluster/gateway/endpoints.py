@@ -12,11 +12,14 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moonpool.cluster.gateway.accounts import Accounts
 from moonpool.cluster.gateway.answers import Stream, whole
+from moonpool.cluster.gateway.attempts import slowest_tenth
 from moonpool.cluster.gateway.bodies import CompletionBody, SamplingBody, StreamOptions
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.detokenise import Detokeniser
-from moonpool.cluster.gateway.generation import Generation
+from moonpool.cluster.gateway.flights import Flight, RecentFlights, as_flight
+from moonpool.cluster.gateway.generation import Generation, Run
 from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, json_response, read_body, unless_left
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.served import Models, Served
@@ -24,6 +27,7 @@ from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Sh
 from moonpool.cluster.gateway.tenants.gate import Gate, Ticket
 from moonpool.cluster.gateway.tenants.guard import caller_of, hear_out
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
+from moonpool.cluster.tracing.ids import CLIENT_SPAN, ClientSpan, client_span, request_id
 from moonpool.core.config import Config
 from moonpool.core.errors import Bug, InvalidRequest, MoonpoolError, NoPath, RateLimited, Reason
 from moonpool.core.lifetime import Instant, Lifetime, Lives
@@ -52,6 +56,11 @@ class Visit:
     model: Served | None = None  # once the body said which
     generation: Generation | None = None
     left: bool = False
+    client: ClientSpan | None = None  # in which it was sent, where traces are on
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name if self.model is not None else ""
 
 
 class Endpoints:
@@ -65,8 +74,10 @@ class Endpoints:
         self._visits: dict[str, Visit] = {}
         self._room = BodyRoom(config.gateway.max_held_bytes)
         self.lifetimes = Lives()
+        self.recent = RecentFlights()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.accounts: Accounts | None = None
         self.leaving = False  # nothing new is admitted
         self.in_flight = 0  # choices, queued or running
 
@@ -84,7 +95,8 @@ class Endpoints:
             return self._failed(visit, Bug(f"gateway: {type(e).__name__}; see request {visit.id} in the gateway's log"))
 
     def _arrive(self, request: Request, endpoint: str) -> Visit:
-        visit = Visit(f"req-{secrets.token_hex(12)}", endpoint, self._gate.ticket(caller_of(request)))
+        client = client_span(request.headers.get("traceparent", "")) if self._config.observe.otlp_endpoint else None
+        visit = Visit(request_id(secrets.token_hex(12), client), endpoint, self._gate.ticket(caller_of(request)), client=client)
         visit.lifetime.stamp(Instant.ARRIVED, self._now())
         theirs = request.headers.get(CLIENT_ID_HEADER, visit.id)
         visit.headers[ID_HEADER] = visit.id
@@ -107,6 +119,8 @@ class Endpoints:
         visit.ticket.reserve(_wanted(generation, body))
         visit.headers.update(visit.ticket.headers())
         visit.generation = generation
+        for run in generation.runs:
+            run.attempts.watch = self._metrics.watch(model.name)
         shape = _shape(visit, visit.generation, model, body)
         if body.stream:
             return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
@@ -162,6 +176,7 @@ class Endpoints:
         if error.http_status >= 500:
             _log.warning("request failed", request=visit.id, reason=visit.outcome, message=error.message)
         visit.lifetime.stamp(Instant.REFUSED, self._now())
+        self.recent.refused(visit.outcome, error.http_status)
         self._leave(visit)
         response = error_response(error)
         response.headers.update(visit.headers | visit.ticket.headers())
@@ -180,17 +195,49 @@ class Endpoints:
         self._gate.leave_places(visit.ticket.caller, visit.held)
         self._settle(visit)
         with self._metrics.guarded():
+            self.recent.ended(visit, self._now(), visit.headers.get(CLIENT_ID_HEADER, ""))
             self._metrics.in_flight.set(self.in_flight)
-            self._metrics.requests.labels(visit.endpoint, visit.outcome).inc()
+            self._metrics.left(visit.endpoint, visit.model_name, visit.outcome)
         if visit.generation is None:
             self._remember(visit, visit.id, 0, visit.lifetime)
+        for run in visit.generation.runs if visit.generation else ():
+            self._run_left(visit, run)
+        self._log_request(visit)
+
+    def _run_left(self, visit: Visit, run: Run) -> None:
+        request, life, usage = run.ledger.request, run.lifetime, run.usage
+        life.facts |= {"output_tokens": usage.completion, "cached_tokens": usage.cached}
+        self._remember(visit, request.id, run.ledger.number, life)
+        with self._metrics.guarded():
+            tbt_s = slowest_tenth(run.attempts.arrivals)
+            self._metrics.count(visit.model_name, usage, run.ledger.number)
+            if visit.outcome == "ok":
+                self._metrics.finished(visit.model_name, life, run.choice.tokens, tbt_s)
+            self._metrics.judge(visit.model_name, request.targets, visit.outcome, life, tbt_s)
+
+    def _log_request(self, visit: Visit) -> None:
+        """One line about it: names, counts and times, nothing that was asked or answered."""
+        if not self._config.observe.log_requests:
             return
-        for run in visit.generation.runs:
-            self._remember(visit, run.ledger.request.id, run.ledger.number, run.lifetime)
-            with self._metrics.guarded():
-                self._metrics.count(run.usage, run.ledger.number)
-                if visit.outcome == "ok":
-                    self._metrics.finished(run.lifetime, run.choice.tokens)
+        runs = visit.generation.runs if visit.generation is not None else ()
+        lives = [run.lifetime for run in runs] or [visit.lifetime]
+        usage = Usage.total([run.usage for run in runs])
+        ttft = [t for life in lives if (t := life.between(Instant.ARRIVED, Instant.FIRST_TOKEN)) is not None]
+        _log.info(
+            "request over",
+            request=visit.id,
+            tenant=visit.ticket.caller.tenant,
+            model=visit.model_name,
+            endpoint=visit.endpoint,
+            outcome=visit.outcome,
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            output_tokens=usage.completion,
+            choices=len(runs),
+            attempts=sum(run.ledger.number for run in runs),
+            ttft_s=round(min(ttft), 6) if ttft else None,
+            seconds=round(self._now() - visit.lifetime.at[Instant.ARRIVED], 6),
+        )
 
     def _settle(self, visit: Visit) -> None:
         """A prompt counts once something came of it, or would have, had its client not left or given it so little time."""
@@ -199,6 +246,8 @@ class Endpoints:
         parts = [run.usage for run in runs if run.usage.completion or (cut and Instant.PLACED in run.lifetime.at)]
         taken = Usage.total(parts)
         visit.ticket.end(taken.prompt + taken.completion)
+        if self.accounts is not None:
+            self.accounts.left(visit, taken)
         if self._gate.tenants:
             with self._metrics.guarded():
                 self._usage.count(visit.ticket.caller.tenant, visit.outcome, taken)
@@ -207,7 +256,21 @@ class Endpoints:
         """``attempt`` is the last one; 0: none was begun."""
         if visit.outcome in _CUT and Instant.FINISHED not in lifetime.at:
             lifetime.stamp(Instant.CANCELLED, self._now())
+        lifetime.facts |= {"tenant": visit.ticket.caller.tenant, "model": visit.model_name, "endpoint": visit.endpoint}
+        lifetime.facts |= {"outcome": visit.outcome} | ({CLIENT_SPAN: visit.client.span} if visit.client else {})
         self.lifetimes.add(request, attempt, lifetime)
+
+    def flights(self, most: int) -> list[Flight]:
+        """Requests under way, the newest first."""
+        return [self.flight(visit) for visit in list(self._visits.values())[: -most - 1 : -1]]
+
+    def flight(self, visit: Visit) -> Flight:
+        return as_flight(visit, self._now(), visit.headers.get(CLIENT_ID_HEADER, ""))
+
+    def running(self, name: str) -> Visit | None:
+        """The visit under way with our id ``name``, or with a choice of that name."""
+        found = self._visits.get(name)
+        return found or next((v for v in self._visits.values() if v.generation and name in _names(v.generation)), None)
 
     async def drain(self, seconds: float) -> None:
         """Wait until every visit has left, at most ``seconds``."""
@@ -222,6 +285,10 @@ class Endpoints:
         for visit in self._visits.values():
             if visit.generation is not None:
                 visit.generation.end(error)
+
+
+def _names(generation: Generation) -> list[str]:
+    return [run.ledger.request.id for run in generation.runs]
 
 
 def _wanted(generation: Generation, body: SamplingBody) -> int:

@@ -6,27 +6,36 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from moonpool.cluster.gateway.accounts import Accounts
 from moonpool.cluster.gateway.app import build_app
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.connections import ConnectionLimits, Connections
+from moonpool.cluster.gateway.console.console import Console
+from moonpool.cluster.gateway.console.routes import console_router, console_wanted
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.goodbye import Goodbye
 from moonpool.cluster.gateway.metrics import Metrics
+from moonpool.cluster.gateway.prewarm import Prewarm
 from moonpool.cluster.gateway.served import Models
 from moonpool.cluster.gateway.tenants.file import FollowedKeys
 from moonpool.cluster.gateway.tenants.gate import Gate
 from moonpool.cluster.gateway.tenants.guard import Guard
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
+from moonpool.cluster.gateway.usage_log import UsageLog
 from moonpool.cluster.identity.https import Https, https_of
+from moonpool.cluster.overview.told import RECENT
+from moonpool.cluster.warming import count_prompts
 from moonpool.core.config import Config, GatewayConfig
 from moonpool.core.errors import ConfigError, NoPath
-from moonpool.core.ids import Role
+from moonpool.core.ids import MemberId, Role
 from moonpool.core.lifetime import Lives
 from moonpool.core.membership import Member, Peers, WorkerReport
 
@@ -76,6 +85,8 @@ class Gateway:
         self._endpoints = endpoints
         self._streams = streams
         self._https = https
+        self._prewarm: Prewarm | None = None
+        self._console: Console | None = None
         self.url = f"{'https' if https else 'http'}://{_reachable(config)}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
 
@@ -87,17 +98,22 @@ class Gateway:
         streams = DecodeStreams(peers)
         try:
             https = https_of(config.security)
+            if config.gateway.warm_file:
+                count_prompts(Path(config.gateway.warm_file))
             models = await Models.load(config, model_dir, peers, streams, hash_key)
         except BaseException:
             listener.close()
             await streams.close()
             raise
-        metrics = Metrics()
+        metrics = Metrics([model.name for model in models.all])
         endpoints = Endpoints(config, models, metrics, gate, TenantUsage(metrics.registry))
-        app = build_app(endpoints, models, metrics=metrics.page)
+        endpoints.accounts = _accounts(config.gateway, member.id)
+        console = Console(config.cluster.name, member, peers, endpoints) if console_wanted(config) else None
+        routers = [console_router(console, config)] if console else []
+        app = build_app(endpoints, models, metrics=metrics.page, routers=routers)
         connections = Connections(_connection_limits(config.gateway))
         settings = uvicorn.Config(
-            Goodbye(Guard(app, gate), lambda: endpoints.leaving),
+            Goodbye(_with_origins(Guard(app, gate), config.gateway.cors_origins), lambda: endpoints.leaving),
             http=connections.protocol(),
             lifespan="off",
             ws="none",
@@ -111,7 +127,11 @@ class Gateway:
         )
         server = _Server(settings)
         gateway = cls(config, server, listener, endpoints, models, streams, https, metrics, connections)
+        gateway._console = console
         await gateway._server.listening.wait()
+        if config.gateway.warm_file:
+            gateway._prewarm = Prewarm(models, config.model_name, gate.caller_named)
+            gateway._prewarm.begin(Path(config.gateway.warm_file))
         return gateway
 
     def numbers(self) -> dict[str, float]:
@@ -128,6 +148,7 @@ class Gateway:
             "metrics_failed_count": float(self._metrics.errors),
             "held_body_bytes": float(self._endpoints.held_bytes),
             **self._connections.numbers(),
+            **(self._endpoints.accounts.numbers() if self._endpoints.accounts else {}),
         }
 
     def missing(self) -> list[str]:
@@ -136,7 +157,8 @@ class Gateway:
 
     def words(self) -> dict[str, str]:
         lacking = ", ".join(one.name for one in self._models.lacking())
-        words = {"url": self.url, "model": ", ".join(one.name for one in self._models.all)}
+        recent = self._endpoints.recent.word(asyncio.get_running_loop().time())
+        words = {"url": self.url, "model": ", ".join(one.name for one in self._models.all), RECENT: recent}
         return words | ({"models_without_path": lacking} if lacking else {})
 
     @property
@@ -165,11 +187,17 @@ class Gateway:
     async def close(self) -> None:
         """What still runs ends with an error; then the server and everything behind it goes."""
         self._endpoints.leaving = True
+        if self._prewarm:
+            await self._prewarm.close()
         self._endpoints.end_all(NoPath("gateway: leaving; ask again", retry_after_s=RETRY_AFTER_S))
         self._server.should_exit = True
         await self._serving
+        if self._console:
+            await self._console.close()
         await self._streams.close()
         await self._models.close()
+        if self._endpoints.accounts:
+            await asyncio.to_thread(self._endpoints.accounts.log.close)
         if self._https:
             await self._https.close()
 
@@ -178,6 +206,20 @@ def _gate(config: Config, peers: Peers) -> Gate:
     """ConfigError where there is a file of keys and it is not good."""
     file = config.security.api_keys_file
     return Gate(FollowedKeys(Path(file)) if file else None, lambda: len(peers.live(Role.GATEWAY)))
+
+
+def _accounts(gateway: GatewayConfig, member: MemberId) -> Accounts | None:
+    if not gateway.usage_log:
+        return None
+    log = UsageLog(Path(gateway.usage_log), limit=gateway.usage_log_bytes, keep=gateway.usage_log_files)
+    return Accounts(log, member, asyncio.get_running_loop().time)
+
+
+def _with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Pages of ``origins`` may call: their preflights are answered before any key is asked for."""
+    if not origins:
+        return app
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
 
 
 def _reachable(config: Config) -> str:

@@ -1,21 +1,20 @@
-"""A process's numbers as Prometheus or OpenMetrics text. Names are ``moonpool_ROLE_NAME``; there is one process per page.
+"""A process's numbers as Prometheus or OpenMetrics text, by the names of ``catalogue``; there is one process per page.
 
 Values that only grow stay so for the process's whole life, also where a newer life of its service counts from zero again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 
-from moonpool.cluster.probe.words import is_counter, meaning
+from moonpool.cluster.probe.catalogue.declared import DECLARED, PROCESS_PART, TOLD_OTHERWISE, numbers_of, part_of
+from moonpool.cluster.probe.catalogue.metric import PREFIX, Kind, Metric
 from moonpool.core.membership import Member
-
-PREFIX = "moonpool"
 
 
 class Growing:
@@ -34,38 +33,53 @@ class Growing:
 
 
 class Exposition:
-    """One thread. ``own``: metrics that the service keeps itself, or None."""
+    """One thread. ``own``: metrics that are counted elsewhere, to stand on the same page."""
 
     def __init__(self) -> None:
         self._growing = Growing()
 
     def render(
-        self, member: Member, numbers: Mapping[str, float], own: CollectorRegistry | None, accept: str
+        self, member: Member, numbers: Mapping[str, float], own: Sequence[CollectorRegistry], accept: str
     ) -> tuple[bytes, str]:
         """Text and content type, in the form that ``accept`` asks for."""
-        page = _Page([*self._families(member, numbers), *(own.collect() if own is not None else ())])
+        page = _Page([*self._families(member, numbers), *(family for one in own for family in one.collect())])
         encode, kind = choose_encoder(accept)
         return encode(page), kind
 
-    def _families(self, member: Member, numbers: Mapping[str, float]) -> Iterable[Metric]:
-        role = member.role.value
-        words = {"member": member.id, "role": role, "node": member.node, "model": member.model}
-        yield InfoMetricFamily(f"{PREFIX}_process", "who this process is", value=words)
-        for name, value in sorted(numbers.items()):
-            yield self._family(role, name, float(value))
+    def _families(self, member: Member, numbers: Mapping[str, float]) -> Iterable[Family]:
+        part = part_of(member.role)
+        words = {"member": member.id, "role": member.role.value, "node": member.node, "model": member.model}
+        yield InfoMetricFamily(f"{PREFIX}_{PROCESS_PART}", "who this process is", value=words | {"version": member.version})
+        for whose in (PROCESS_PART, part):
+            for metric in DECLARED[whose]:
+                if metric.numbers is not None and (family := self._family(whose, metric, numbers)) is not None:
+                    yield family
+        for name in sorted(numbers.keys() - numbers_of(PROCESS_PART) - numbers_of(part) - TOLD_OTHERWISE):
+            yield GaugeMetricFamily(f"{PREFIX}_{part}_{name}", name.replace("_", " "), value=float(numbers[name]))
 
-    def _family(self, role: str, name: str, value: float) -> Metric:
-        whole = f"{PREFIX}_{name}" if name.startswith("process_") else f"{PREFIX}_{role}_{name}"
-        if is_counter(name):
-            return CounterMetricFamily(whole.removesuffix("_count"), meaning(name), value=self._growing.total(whole, value))
-        return GaugeMetricFamily(whole, meaning(name), value=value)
+    def _family(self, part: str, metric: Metric, numbers: Mapping[str, float]) -> Family | None:
+        """Counters begin at 0 before anything of their kind happened; a gauge that nobody sets is left out."""
+        assert metric.numbers is not None
+        told = {value: numbers.get(number) for value, number in metric.numbers.items()}
+        whole, labels = f"{PREFIX}_{part}_{metric.name}", metric.labels
+        if metric.kind is Kind.COUNTER:
+            family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(whole, metric.text, labels=labels)
+            for value, number in told.items():
+                total = self._growing.total(f"{whole} {value}", float(number or 0.0))
+                family.add_metric([value] if labels else [], total)
+            return family
+        family = GaugeMetricFamily(whole, metric.text, labels=labels)
+        for value, number in told.items():
+            if number is not None:
+                family.add_metric([value] if labels else [], float(number))
+        return family if family.samples else None
 
 
 class _Page:
     """What an encoder calls a registry."""
 
-    def __init__(self, families: Iterable[Metric]) -> None:
+    def __init__(self, families: Iterable[Family]) -> None:
         self._families = list(families)
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[Family]:
         return self._families

@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import structlog
 from prometheus_client import CollectorRegistry
 
+from moonpool.cluster.probe.ended import EndedLives
 from moonpool.cluster.probe.exposition import Exposition
 from moonpool.cluster.probe.facts import Facts, Phase, live, ready
 from moonpool.cluster.probe.server import Answer, ProbeServer
@@ -62,8 +63,13 @@ class Probe:
         service: Callable[[], object],
         numbers: Callable[[], Mapping[str, float]],
         on_dead: Callable[[str], None],
+        lives: EndedLives | None = None,
     ) -> None:
-        """``on_dead`` (why) is called in the server's thread once the process was not alive for ``stuck_s`` on end."""
+        """``on_dead`` (why) is called in the server's thread once the process was not alive for ``stuck_s`` on end.
+
+        ``lives``: whose histograms stand on the page of metrics, too.
+        """
+        self._lives = lives
         self._stuck_s, self._on_dead = stuck_s, on_dead
         self._member, self._phase, self._service, self._read = member, phase, service, numbers
         self._loop = asyncio.get_running_loop()
@@ -170,10 +176,12 @@ class Probe:
             "metrics_age_seconds": time.monotonic() - self._numbers_at,
         }
         service = self._service()
-        own = service.registry if isinstance(service, OwnMetrics) else None
+        own = [service.registry] if isinstance(service, OwnMetrics) else []
+        if self._lives is not None:
+            own.append(self._lives.registry)
         try:
             body, kind = self._exposition.render(self._member(), numbers, own, accept)
         except Exception as e:  # noqa: BLE001  metrics of the service's own may be broken; its numbers are still told
             self._failed("page", e)
-            body, kind = self._exposition.render(self._member(), numbers, None, accept)
+            body, kind = self._exposition.render(self._member(), numbers, [], accept)
         return Answer(200, body, kind)

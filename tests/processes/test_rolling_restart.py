@@ -18,6 +18,7 @@ from support.cluster import LocalCluster, running
 from support.oracle import Oracle
 from support.steady_load import SteadyLoad
 
+from moonpool.cluster.probe.catalogue.declared import part_of, series_names
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
 
@@ -107,7 +108,9 @@ def test_every_process_answers_its_probes_with_metrics_that_parse(cluster: Local
             text, openmetrics = client.get("/metrics").text, client.get("/metrics", headers=strict).text
         for families in (list(parse_text(text)), list(parse_openmetrics(openmetrics))):
             samples = {sample.name for family in families for sample in family.samples}
-            prefix = f"moonpool_{change.member.role.value}_"
-            assert f"{prefix}probe_ready" in samples and "moonpool_process_threads" in samples, name
-            assert all(name.startswith((prefix, "moonpool_process")) for name in samples)
+            part = part_of(change.member.role)
+            assert "moonpool_process_ready" in samples and "moonpool_process_threads" in samples, name
+            assert all(name.startswith((f"moonpool_{part}_", "moonpool_process")) for name in samples)
+            undeclared = {name for name in samples if not name.endswith("_created")} - series_names()
+            assert not undeclared, f"{name}: declare these in cluster/probe/catalogue"
             assert all(family.documentation for family in families)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
+from moonpool.cluster.gateway.metrics import counter
 from moonpool.cluster.gateway.shapes import Usage
+from moonpool.cluster.probe.catalogue import of_gateway as declared
 
 MAX_TENANTS = 1_000  # further ones are counted together: names may come and go in the file while the gateway runs
 OTHERS = "(others)"
@@ -13,14 +15,8 @@ OTHERS = "(others)"
 class TenantUsage:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seen: set[str] = set()
-        self._requests = Counter(
-            "moonpool_gateway_tenant_requests", "HTTP requests by tenant and how they ended", ["tenant", "outcome"],
-            registry=registry,
-        )  # fmt: skip
-        self._tokens = Counter(
-            "moonpool_gateway_tenant_tokens", "tokens by tenant: prompt, cached of these, output", ["tenant", "kind"],
-            registry=registry,
-        )  # fmt: skip
+        self._requests = counter(declared.TENANT_REQUESTS, registry)
+        self._tokens = counter(declared.TENANT_TOKENS, registry)
 
     def count(self, tenant: str, outcome: str, usage: Usage) -> None:
         if tenant not in self._seen and len(self._seen) >= MAX_TENANTS:

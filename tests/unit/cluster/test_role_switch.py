@@ -132,7 +132,7 @@ async def house(folder: Path, role: Role = Role.PREFILL) -> AsyncIterator[House]
 
 @pytest.fixture(autouse=True)
 def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "open_log", lambda folder, member: structlog.get_logger())
+    monkeypatch.setattr(process, "open_log", lambda *_: structlog.get_logger())
 
 
 async def test_a_worker_drains_leaves_and_is_back_as_a_newer_life_of_the_other_role(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ async def test_a_prompt_above_every_prefill_worker_s_capacity(tiny_dir: Path, st
         assert "64" in refused.json()["error"]["message"]
         assert not tiny.decode.jobs
         metrics = (await tiny.client.get("/metrics")).text
-        assert 'moonpool_gateway_requests_total{endpoint="completions",outcome="prompt_too_large"} 1.0' in metrics
+        assert 'moonpool_gateway_requests_total{endpoint="completions",model="tiny",outcome="prompt_too_large"} 1.0' in metrics
         tiny.membership.say(prefill_member(name="prefill-1", max_prompt=128))
         tiny.decode.script = says(9)
         assert (await tiny.client.post("/v1/completions", json={**ask, "prompt": [7] * 74})).status_code == 200

@@ -116,15 +116,15 @@ async def test_metrics_have_bounded_labels_and_count_what_happened(tiny: Front) 
     text = (await tiny.client.get("/metrics")).text
     assert "xxx" not in text
     for line in (
-        'moonpool_gateway_requests_total{endpoint="completions",outcome="unknown_model"} 2.0',
-        'moonpool_gateway_requests_total{endpoint="completions",outcome="ok"} 1.0',
-        "moonpool_gateway_output_tokens_total 3.0",
-        "moonpool_gateway_cached_tokens_total 2.0",
-        "moonpool_gateway_prompt_tokens_total 5.0",
+        'moonpool_gateway_requests_total{endpoint="completions",model="",outcome="unknown_model"} 2.0',
+        'moonpool_gateway_requests_total{endpoint="completions",model="tiny",outcome="ok"} 1.0',
+        'moonpool_gateway_output_tokens_total{model="tiny"} 3.0',
+        'moonpool_gateway_cached_tokens_total{model="tiny"} 2.0',
+        'moonpool_gateway_prompt_tokens_total{model="tiny"} 5.0',
         "moonpool_gateway_attempts_total 1.0",
         "moonpool_gateway_in_flight 0.0",
-        "moonpool_gateway_ttft_seconds_count 1.0",
-        "moonpool_gateway_tpot_seconds_count 1.0",
+        'moonpool_gateway_ttft_seconds_count{model="tiny"} 1.0',
+        'moonpool_gateway_tpot_seconds_count{model="tiny"} 1.0',
     ):
         assert line in text
 
