@@ -56,6 +56,15 @@ class Put:
     lease: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """What a server says of itself. ``bytes``: of its database. ``leader``: whether it knows one."""
+
+    version: str
+    bytes: int
+    leader: bool
+
+
 class Etcd:
     """``answered`` is called at every answer: a sign of life. Use it on one event loop."""
 
@@ -119,6 +128,10 @@ class Etcd:
         answer = await self._hear(self._renewals.next(), CALL_S)
         if answer.TTL <= 0:
             raise LeaseLost
+
+    async def status(self) -> ServerStatus:
+        says = await self._ask(etcd.MaintenanceStub(self._channel).Status, etcd.StatusRequest())
+        return ServerStatus(str(says.version), int(says.dbSize), bool(says.leader))
 
     async def revoke(self, lease: int) -> None:
         await self._ask(self._leases.LeaseRevoke, etcd.LeaseRevokeRequest(ID=lease))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.detach import behind
-from moonpool.cli.doctor import _child
+from moonpool.cli.doctor.child import works
 from moonpool.cli.up import _announce
 from moonpool.cluster.configure import all_keys, load_config
 from moonpool.core.config import Config, SecurityConfig
@@ -237,10 +237,10 @@ def test_chat_reports_a_refusal_and_an_error_in_the_stream_in_the_servers_words(
 
 
 def test_the_doctor_survives_a_library_that_crashes() -> None:
-    assert _child("fine", "pass", "fix").grade == "ok"
-    crash = _child("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "fix it")
+    assert works("fine", "pass", "fix").grade == "ok"
+    crash = works("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "fix it")
     assert (crash.grade, crash.what, crash.fix) == ("fail", "crash: killed by signal 11", "fix it")
-    missing = _child("missing", "import no_such_library", "install it")
+    missing = works("missing", "import no_such_library", "install it")
     assert missing.what == "missing: ModuleNotFoundError: No module named 'no_such_library'"
 
 

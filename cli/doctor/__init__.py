@@ -1,0 +1,5 @@
+"""``moonpool doctor``, one file for each kind of check."""
+
+from moonpool.cli.doctor.command import doctor
+
+__all__ = ["doctor"]
