@@ -95,11 +95,11 @@ async def _ask(change: MemberChange) -> Answer:
         try:
             stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as e:
-            return Answer(change, trouble=_trouble(e))
+            return Answer(change, trouble=trouble_of(e))
     return Answer(change, dict(stats.numbers), dict(stats.words))
 
 
-def _trouble(error: grpc.aio.AioRpcError) -> str:
+def trouble_of(error: grpc.aio.AioRpcError) -> str:
     down = error.code() is grpc.StatusCode.UNAVAILABLE
     return f"{error.code().name}: {why_unreachable(error.details()) if down else error.details()}"
 

@@ -25,7 +25,7 @@ RIGHTS: dict[str, frozenset[Party]] = {
     "Registry.ReportGone": STORE | {Party.LAUNCHER},  # they hold the proof
     "Admin.Stats": MEMBERS | KEEPERS,
     "Admin.ClearDevicePages": OPERATOR,
-    "Admin.Lives": OPERATOR,
+    "Admin.Lives": OPERATOR | GATEWAY,  # the console shows where a request spent its time
     "Admin.Stop": KEEPERS,
     "Admin.Restart": KEEPERS,
     "Admin.SwitchRole": KEEPERS | CONDUCTOR,
@@ -33,7 +33,7 @@ RIGHTS: dict[str, frozenset[Party]] = {
     "Conductor.Finished": GATEWAY,
     "Conductor.Alive": GATEWAY,
     "Conductor.Report": WORKERS | STORE,  # about the member of its own certificate
-    "Conductor.Explain": OPERATOR,
+    "Conductor.Explain": OPERATOR | GATEWAY,  # and why it went there
     "Conductor.Rebalance": OPERATOR,
     "Conductor.Record": OPERATOR,
     "Decode.Tokens": GATEWAY,

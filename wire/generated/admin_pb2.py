@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#moonpool/wire/generated/admin.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"A\n\x11SwitchRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08\x64rain_ms\x18\x02 \x01(\r\x12\x0c\n\x04term\x18\x03 \x01(\x04\"\x1d\n\x0cLivesRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"(\n\nLivesReply\x12\x0c\n\x04next\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\t\"\xf9\x01\n\nAdminStats\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Member\x12\x35\n\x07numbers\x18\x02 \x03(\x0b\x32$.moonpool.v1.AdminStats.NumbersEntry\x12\x31\n\x05words\x18\x03 \x03(\x0b\x32\".moonpool.v1.AdminStats.WordsEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nWordsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xe0\x02\n\x05\x41\x64min\x12\x34\n\x05Stats\x12\x12.moonpool.v1.Empty\x1a\x17.moonpool.v1.AdminStats\x12?\n\x10\x43learDevicePages\x12\x12.moonpool.v1.Empty\x1a\x17.moonpool.v1.AdminStats\x12;\n\x05Lives\x12\x19.moonpool.v1.LivesRequest\x1a\x17.moonpool.v1.LivesReply\x12.\n\x04Stop\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12\x31\n\x07Restart\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12@\n\nSwitchRole\x12\x1e.moonpool.v1.SwitchRoleRequest\x1a\x12.moonpool.v1.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#moonpool/wire/generated/admin.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"A\n\x11SwitchRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08\x64rain_ms\x18\x02 \x01(\r\x12\x0c\n\x04term\x18\x03 \x01(\x04\".\n\x0cLivesRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x0f\n\x07request\x18\x02 \x01(\t\"(\n\nLivesReply\x12\x0c\n\x04next\x18\x01 \x01(\x04\x12\x0c\n\x04json\x18\x02 \x01(\t\"\xf9\x01\n\nAdminStats\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.moonpool.v1.Member\x12\x35\n\x07numbers\x18\x02 \x03(\x0b\x32$.moonpool.v1.AdminStats.NumbersEntry\x12\x31\n\x05words\x18\x03 \x03(\x0b\x32\".moonpool.v1.AdminStats.WordsEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a,\n\nWordsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xe0\x02\n\x05\x41\x64min\x12\x34\n\x05Stats\x12\x12.moonpool.v1.Empty\x1a\x17.moonpool.v1.AdminStats\x12?\n\x10\x43learDevicePages\x12\x12.moonpool.v1.Empty\x1a\x17.moonpool.v1.AdminStats\x12;\n\x05Lives\x12\x19.moonpool.v1.LivesRequest\x1a\x17.moonpool.v1.LivesReply\x12.\n\x04Stop\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12\x31\n\x07Restart\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12@\n\nSwitchRole\x12\x1e.moonpool.v1.SwitchRoleRequest\x1a\x12.moonpool.v1.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,15 +39,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SWITCHROLEREQUEST']._serialized_start=89
   _globals['_SWITCHROLEREQUEST']._serialized_end=154
   _globals['_LIVESREQUEST']._serialized_start=156
-  _globals['_LIVESREQUEST']._serialized_end=185
-  _globals['_LIVESREPLY']._serialized_start=187
-  _globals['_LIVESREPLY']._serialized_end=227
-  _globals['_ADMINSTATS']._serialized_start=230
-  _globals['_ADMINSTATS']._serialized_end=479
-  _globals['_ADMINSTATS_NUMBERSENTRY']._serialized_start=387
-  _globals['_ADMINSTATS_NUMBERSENTRY']._serialized_end=433
-  _globals['_ADMINSTATS_WORDSENTRY']._serialized_start=435
-  _globals['_ADMINSTATS_WORDSENTRY']._serialized_end=479
-  _globals['_ADMIN']._serialized_start=482
-  _globals['_ADMIN']._serialized_end=834
+  _globals['_LIVESREQUEST']._serialized_end=202
+  _globals['_LIVESREPLY']._serialized_start=204
+  _globals['_LIVESREPLY']._serialized_end=244
+  _globals['_ADMINSTATS']._serialized_start=247
+  _globals['_ADMINSTATS']._serialized_end=496
+  _globals['_ADMINSTATS_NUMBERSENTRY']._serialized_start=404
+  _globals['_ADMINSTATS_NUMBERSENTRY']._serialized_end=450
+  _globals['_ADMINSTATS_WORDSENTRY']._serialized_start=452
+  _globals['_ADMINSTATS_WORDSENTRY']._serialized_end=496
+  _globals['_ADMIN']._serialized_start=499
+  _globals['_ADMIN']._serialized_end=851
 # @@protoc_insertion_point(module_scope)

@@ -50,16 +50,20 @@ class LivesRequest(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     AFTER_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
     after: builtins.int
     """number of the first one wanted; 0: all that are kept"""
+    request: builtins.str
+    """where it is given: those of this request only, all at once"""
     def __init__(
         self,
         *,
         after: builtins.int = ...,
+        request: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["after", b"after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["after", b"after", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

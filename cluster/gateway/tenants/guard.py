@@ -13,8 +13,9 @@ from moonpool.cluster.gateway.tenants.caller import ANYBODY, Caller
 from moonpool.cluster.gateway.tenants.gate import Gate
 from moonpool.core.errors import Forbidden, Unauthorised
 
-OPEN = ("/health", "/ready")
-FOR_ADMINS = ("/metrics", "/admin")
+OPEN = ("/health", "/ready", "/console")  # the console's page is the same for everybody, what it shows is not
+OPEN_BELOW = "/console/static/"
+FOR_ADMINS = ("/metrics", "/admin", "/console/api")
 HEAR_OUT_S = 0.02  # a refused client's body is read for so long, that it gets to see why
 
 _CALLER = "moonpool.caller"
@@ -34,7 +35,7 @@ class Guard:
         self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or _open(scope["path"]):
             await self._app(scope, receive, send)
             return
         try:
@@ -48,6 +49,10 @@ class Guard:
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_BELOW)
 
 
 def _needed(path: str) -> Access:
