@@ -9,7 +9,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.landing import Landing
 from moonpool.core.membership import PrefillTiming
 from moonpool.core.placement import Segment, WorkerRef
-from moonpool.core.request import Attempt, Sampled
+from moonpool.core.request import Attempt, PromptLogprobs, Sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,25 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The id at position ``len(attempt.emitted)``; with ``ends_request`` nothing joins the decode batch."""
+    """The id at position ``len(attempt.emitted)``; with ``ends_request`` nothing joins the decode batch.
 
-    sampled: Sampled
+    ``sampled`` is None where none is wanted. ``siblings``: the first ids of the attempt's siblings, in their order.
+    """
+
+    sampled: Sampled | None
     cached_tokens: int
     ends_request: bool
     timing: PrefillTiming
+    siblings: tuple[Sampled, ...] = ()
+
+    @property
+    def ids(self) -> tuple[Sampled, ...]:
+        """Of the attempt and of its siblings; empty where none is wanted."""
+        return () if self.sampled is None else (self.sampled, *self.siblings)
+
+    @property
+    def words(self) -> str:
+        return ", ".join(str(one.token) for one in self.ids) or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +62,4 @@ class Drained:
     carrier: str
 
 
-PrefillEvent = Begun | FirstToken | Drained | Failure
+PrefillEvent = Begun | PromptLogprobs | FirstToken | Drained | Failure

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from moonpool.core.errors import Failure
+from moonpool.core.errors import Failure, InvalidRequest
 from moonpool.core.ids import RequestId
 from moonpool.core.use import Use
 
@@ -43,7 +43,7 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next id is drawn. Validated once, at the gateway.
+    """How the next id is drawn. Validated once, at the gateway. ``max_tokens`` of 0 draws none: only the prompt is computed.
 
     ``seed`` is always set (the gateway draws one), because a resumed attempt must draw the same numbers.
     ``logprobs`` is the number of most likely alternatives reported beside each sampled id; None reports none.
@@ -98,21 +98,43 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another choice of the same prompt: an attempt at a request that differs from the first one in name and seed only."""
+
+    id: RequestId
+    number: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at a request. Only the gateway mints attempts; every cross-process effect carries (request id, number).
 
     ``emitted`` are the ids already streamed to the client: they are part of the context, never sampled again.
-    ``deadline_ms`` is what was left of the request's total budget when this message was written.
+    ``deadline_ms`` is what was left of the request's total budget when this message was written. ``siblings`` begin with it:
+    the prompt is computed once for all of them, and nobody's ids are known yet.
     """
 
     request: Request
     number: int
     emitted: tuple[int, ...] = ()
     deadline_ms: int = 120_000
+    siblings: tuple[Sibling, ...] = ()
 
     @property
     def context(self) -> tuple[int, ...]:
         return self.request.prompt + self.emitted
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Alternatives to report beside each id of the prompt; None: none of it is wanted, or it was told with the first id."""
+        return None if self.emitted else self.request.sampling.prompt_logprobs
+
+    def of(self, sibling: Sibling) -> Attempt:
+        """The attempt of ``sibling`` alone."""
+        sampling = replace(self.request.sampling, seed=sibling.seed)
+        request = replace(self.request, id=sibling.id, sampling=sampling)
+        return replace(self, request=request, number=sibling.number, siblings=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +153,34 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of the ids of a prompt from position ``first`` on (1 at least), as many as one message carries.
+
+    Of position ``first + i``: its own id's ``logprobs[i]`` and ``ranks[i]`` (1: the likeliest), and the ``width`` likeliest
+    ids, ``top_tokens[i * width ..]`` with their ``top_logprobs``, likelier first. Flat, because there are thousands of them.
+    """
+
+    first: int
+    width: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.logprobs)
+        lengths = (len(self.ranks), len(self.top_tokens), len(self.top_logprobs))
+        if lengths != (n, n * self.width, n * self.width):
+            raise InvalidRequest(f"prompt log-probabilities: {n} of width {self.width} came with lists of {lengths}")
+
+
+@dataclass(frozen=True, slots=True)
 class Emission:
     """What one engine step says about one attempt: at most one new id, and how it ended if it did.
 
     ``position`` counts output ids from 0; the gateway accepts only (current attempt, next position).
     ``cached_tokens`` is the number of prompt tokens not computed anew; set with position 0 of an attempt.
-    ``error`` ends the attempt.
+    ``error`` ends the attempt. Emissions with ``prompt_logprobs`` say nothing else and come before the first id.
     """
 
     request: RequestId
@@ -146,3 +190,4 @@ class Emission:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     error: Failure | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -27,7 +27,9 @@ def check_attempt(attempt: Attempt, engine: Engine) -> None:
             f"a prompt of {len(request.prompt)} tokens came with {len(request.keys)} block keys, blocks of {size} tokens have "
             f"{len(request.prompt) // size}; start gateway and workers with the same engine.block_tokens"
         )
-    if len(attempt.context) >= token_limit(engine):
+    if attempt.siblings and attempt.emitted:
+        raise InvalidRequest(f"siblings: {len(attempt.siblings)} begin with an attempt that has ids already; place them alone")
+    if len(attempt.context) + min(request.sampling.max_tokens, 1) > token_limit(engine):
         raise ContextLength(
             f"prompt: {len(attempt.context)} tokens leave no room for an answer within {token_limit(engine)} tokens; "
             "shorten the prompt, or raise engine.pages where the model's context is longer",

@@ -84,12 +84,14 @@ class Batcher:
     def running(self) -> int:
         return sum(1 for s in self._holding if s.phase is Phase.RUNNING)
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue it. Busy when the queue is full: nothing was kept."""
+    def add(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> None:
+        """Queue it. Busy when the queue is full: nothing was kept. ``siblings`` follow it until they are forked."""
         if len(self._waiting) >= self._limits.queue_limit:
             raise Busy(f"{len(self._waiting)} sequences wait here, timing.queue_limit is {self._limits.queue_limit}")
-        self._order += 1
-        sequence.order = self._order
+        sequence.siblings = list(siblings)
+        for one in (sequence, *sequence.siblings):
+            self._order += 1
+            one.order = self._order
         self._waiting.append(sequence)
 
     def admit(self) -> list[Admission]:
@@ -117,6 +119,37 @@ class Batcher:
         sequence.phase = Phase.RUNNING
         sequence.computed = computed
         return self._publish(sequence)
+
+    def fork(self, lead: Sequence, sibling: Sequence) -> tuple[int, int] | None:
+        """``sibling`` goes on from the prompt of ``lead``, whose KV is in pages, with a first id of its own.
+
+        Whole pages are shared; (page, copy) of an unfinished one is to be copied before anything more is computed. Where
+        there is no room ``sibling`` waits, and what is not found in device pages by then is computed again.
+        """
+        prompt = len(sibling.tokens) - 1
+        if lead.phase is not Phase.RUNNING or sibling.phase is not Phase.FOLLOWING or lead.computed != prompt:
+            raise Bug(f"batcher: {sibling.name} cannot follow {lead.name} in phase {lead.phase}, {lead.computed} of {prompt}")
+        whole, tail = divmod(prompt, self._limits.block_tokens)
+        fresh = self._room_for(1 if tail else 0)
+        if fresh is None:
+            sibling.phase, sibling.remote = Phase.WAITING, False
+            self._insert(self._waiting, sibling)
+            return None
+        self._pages.retain(lead.pages[:whole])
+        sibling.pages = lead.pages[:whole] + fresh
+        sibling.phase, sibling.computed, sibling.published = Phase.RUNNING, prompt, min(lead.published, whole)
+        self._insert(self._holding, sibling)
+        return (lead.pages[whole], fresh[0]) if tail else None
+
+    def _room_for(self, pages: int) -> list[int] | None:
+        """``pages`` for one more sequence beside others; None where there is no room."""
+        reserve = int(self._limits.growth_reserve * self._pages.total)
+        if len(self._holding) >= self._limits.max_batch or self._pages.free + self._pages.cached - pages < reserve:
+            return None
+        try:
+            return self._pages.allocate(pages)
+        except OutOfPages:
+            return None
 
     def plan(self) -> Step | None:
         """The next step, or None when nobody can compute. Grows and preempts; ``complete`` must follow."""
@@ -226,7 +259,7 @@ class Batcher:
 
     def _take_pages(self, sequence: Sequence) -> Admission | None:
         limits, pages = self._limits, self._pages
-        matched = pages.match(sequence.keys) if limits.reuse else []
+        matched = pages.match(sequence.keys[: sequence.reusable(limits.block_tokens)]) if limits.reuse else []
         need = blocks_for(len(sequence.tokens), limits.block_tokens) - len(matched)
         # One token must be computed here to sample from, and it is written: its page may not be shared.
         private = not sequence.remote and len(matched) * limits.block_tokens >= len(sequence.tokens)

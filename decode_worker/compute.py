@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+
+import torch
 
 from moonpool.core.errors import Failure, MoonpoolError
 from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Step
+from moonpool.decode_worker.sequence import Sequence as Running
 from moonpool.engine.engine import Engine, Row
 from moonpool.engine.sampler import SamplerState, sample
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """``sampled[i]`` belongs to row i of the step; None where the row does not sample, a Failure where its guide has ended
-    that one answer. ``seconds`` on the thread."""
+    """``ids[i]`` belong to row i of the step: those of its sequence and of its siblings; none where none is wanted.
 
-    sampled: tuple[Sampled | Failure | None, ...]
+    None where the row does not reach the end of its sequence, a Failure where a guide has ended that one answer. ``seconds`` on
+    the thread.
+    """
+
+    ids: tuple[tuple[Sampled, ...] | Failure | None, ...]
     seconds: float
 
 
@@ -34,16 +41,17 @@ class Computer:
 
     async def run(self, step: Step) -> Computed:
         """Whatever the engine raises comes out of here; the engine stays usable."""
-        rows, states = [], []
+        rows: list[Row] = []
+        draws: list[list[SamplerState] | None] = []
         for row in step.rows:
             seq = row.sequence
-            rows.append(Row(seq.tokens[row.start : row.end], row.start, tuple(seq.pages), row.samples))
-            if row.samples:
-                request = seq.attempt.request
-                states.append(SamplerState(request.sampling, request.prompt, seq.outputs))
+            draws.append(_draws(seq) if row.samples else None)
+            scores = None if seq.scores is None or seq.scores.complete else seq.scores
+            table, wants_logits = tuple(seq.pages), bool(draws[-1])
+            rows.append(Row.of(seq.tokens, row.start, row.end, table, wants_logits=wants_logits, scores=scores))
         self._watch.began(time.monotonic())
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, states)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, draws)
         finally:
             self._watch.ended(time.monotonic())
 
@@ -51,18 +59,34 @@ class Computer:
         """Blocks until the step under way is over."""
         self._thread.shutdown(wait=True)
 
-    def _compute(self, rows: Sequence[Row], states: Sequence[SamplerState]) -> Computed:
+    def _compute(self, rows: Sequence[Row], draws: Sequence[list[SamplerState] | None]) -> Computed:
         begun = time.monotonic()
         logits = self._engine.forward(rows)
-        failures = [self._guide(state) for state in states]
-        drawn = zip(sample(logits, states, self._engine.eos_ids), failures, strict=True)
-        told = iter([failure or sampled for sampled, failure in drawn])
-        return Computed(tuple(next(told) if row.wants_logits else None for row in rows), time.monotonic() - begun)
+        shares = [len(states) for states in draws if states]
+        if any(n > 1 for n in shares):
+            logits = logits.repeat_interleave(torch.tensor(shares), dim=0)
+        failures = [self._guide(states or ()) for states in draws]
+        drawn = iter(sample(logits, [state for states in draws for state in states or ()], self._engine.eos_ids))
+        ids = [None if states is None else tuple(islice(drawn, len(states))) for states in draws]
+        told = tuple(failure or mine for mine, failure in zip(ids, failures, strict=True))
+        return Computed(told, time.monotonic() - begun)
 
-    def _guide(self, state: SamplerState) -> Failure | None:
-        """Find out what may come next; what goes wrong there ends this answer, not those beside it."""
+    def _guide(self, states: Iterable[SamplerState]) -> Failure | None:
+        """Find out what may come next; what goes wrong there ends these answers, not those beside them."""
         try:
-            state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
+            for state in states:
+                if state.params.guide is not None:
+                    state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         except MoonpoolError as e:
             return Failure.of(e)
         return None
+
+
+def _draws(sequence: Running) -> list[SamplerState]:
+    """What the next ids depend on beside the logits: that of the sequence, and its siblings' first ones."""
+    states = []
+    for one in (sequence, *sequence.siblings):
+        request = one.attempt.request
+        if request.sampling.max_tokens:
+            states.append(SamplerState(request.sampling, request.prompt, one.outputs))
+    return states

@@ -23,10 +23,12 @@ from moonpool.core.ids import RequestId, Role
 from moonpool.core.landing import Landed
 from moonpool.core.lifetime import Instant
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
+from moonpool.core.request import PromptLogprobs
 from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.copier import Copier
 from moonpool.decode_worker.handoff import Handoff, end_landing
 from moonpool.decode_worker.live import Live
+from moonpool.decode_worker.sequence import Sequence
 from moonpool.engine.engine import Engine
 from moonpool.kvstore.client import LandingFailure
 from moonpool.kvstore.link import StoreLink
@@ -50,6 +52,8 @@ class FillOwner(Protocol):
     """The worker, as far as filling goes. Every fill ends with one of ``joined`` and ``released``."""
 
     def first_token_ends(self, live: Live, first: FirstToken) -> bool: ...
+
+    def prompt_logprobs(self, live: Live, part: PromptLogprobs) -> None: ...
 
     def emit_first(self, live: Live, first: FirstToken, *, ends: bool) -> None: ...
 
@@ -98,13 +102,20 @@ class Filler:
         sequence = live.sequence
         if sequence.remote:
             self._hand_off(live, admission.matched)
-        elif self.prefix is not None and self._reuse and self.link.client is not None and sequence.left > 1:
+        elif self._loads(sequence):
             begun = time.monotonic()
+            assert self.prefix is not None
             task = self._spawn(self.prefix.load(live, admission.matched))
             live.stop = partial(_cancel, task)
             task.add_done_callback(lambda load: self._loaded(live, admission.matched, begun, load))
         else:
             self._owner.joined(live, sequence.computed)
+
+    def _loads(self, sequence: Sequence) -> bool:
+        """Whether the pool may have more of its prompt: one of which every token has to be computed has no use for it."""
+        if self.prefix is None or not self._reuse or self.link.client is None or sequence.left <= 1:
+            return False
+        return sequence.reusable(self._engine.layout.block_tokens) == len(sequence.keys)
 
     async def close(self) -> None:
         """Every attempt has been ended before."""
@@ -121,7 +132,7 @@ class Filler:
 
     def _loaded(self, live: Live, matched: int, begun: float, load: asyncio.Task[int]) -> None:
         live.stop = None
-        if load.cancelled() or live.over:
+        if load.cancelled() or not live.wanted:
             self._owner.released(live)
             return
         blocks = matched
@@ -235,6 +246,9 @@ class _Owner:
 
     def first_token_ends(self, first: FirstToken) -> bool:
         return self._owner.first_token_ends(self._live, first)
+
+    def prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self._owner.prompt_logprobs(self._live, part)
 
     def emit_first(self, first: FirstToken, *, ends: bool) -> None:
         self._owner.emit_first(self._live, first, ends=ends)

@@ -15,6 +15,7 @@ from moonpool.core.errors import Bug, Failure, MoonpoolError, Reason
 from moonpool.core.handoff import Begun, Drained, FirstToken, PrefillJob
 from moonpool.core.landing import Landed, LandingSlot
 from moonpool.core.placement import WorkerRef
+from moonpool.core.request import PromptLogprobs
 from moonpool.decode_worker.copier import BadCopy, Copier
 from moonpool.decode_worker.handoff_sink import (
     Action,
@@ -41,6 +42,8 @@ class Owner(Protocol):
     """What the worker does for a hand-off."""
 
     def first_token_ends(self, first: FirstToken) -> bool: ...
+
+    def prompt_logprobs(self, part: PromptLogprobs) -> None: ...
 
     def emit_first(self, first: FirstToken, *, ends: bool) -> None: ...
 
@@ -139,7 +142,10 @@ class Handoff:
                 self._tell(lambda: self._sink.begun(begun.landing))
             case "first_token":
                 first = from_wire(message.first_token, FirstToken)
-                self._tell(lambda: self._sink.first_token(first, ends=self._owner.first_token_ends(first)))
+                ends = self._over or self._owner.first_token_ends(first)
+                self._tell(lambda: self._sink.first_token(first, ends=ends))
+            case "prompt_logprobs" if not self._over:
+                self._owner.prompt_logprobs(from_wire(message.prompt_logprobs, PromptLogprobs))
             case "drained":
                 drained = self.drained = from_wire(message.drained, Drained)
                 self._tell(lambda: self._sink.drained(drained))

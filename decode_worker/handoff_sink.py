@@ -162,7 +162,7 @@ class HandoffSink:
         """The id at the attempt's first position; ``ends`` when it ends the request."""
         if self._first is not None:
             return self._repeated(Fact.FIRST, same=first == self._first)
-        self._tell(Fact.FIRST, f"token {first.sampled.token}{' ends' if ends else ''}")
+        self._tell(Fact.FIRST, f"token {first.words}{' ends' if ends else ''}")
         self._first = first
         if self.state in (State.CLOSING, State.ENDED):
             return []

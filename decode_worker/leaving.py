@@ -49,7 +49,7 @@ async def leave(worker: Leaver, limit_s: float) -> None:
         elif now - quiet_since >= QUIET_S:
             return
         if held and worker.others():
-            late = [live for live in held if live.sequence.phase is Phase.WAITING]
+            late = [live for live in held if live.waits]
             if now - since >= MEASURE_S:
                 late += too_slow(held, speeds, now - since, end - now)
                 since, speeds = now, _positions(held)

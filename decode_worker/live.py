@@ -11,8 +11,13 @@ from moonpool.core.errors import Reason
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Placement
+<<<<<<< HEAD
 from moonpool.core.request import Attempt, Emission
 from moonpool.decode_worker.sequence import Sequence
+=======
+from moonpool.core.request import Attempt, PromptLogprobs
+from moonpool.decode_worker.sequence import Phase, Sequence
+>>>>>>> 83375b8 (wip)
 from moonpool.decode_worker.stream import TokenStream
 
 REMEMBERED = 8_192  # requests whose newest attempt is remembered after it ended
@@ -23,7 +28,8 @@ class Live:
     """One attempt from its admission until nothing of it is left.
 
     ``stop`` is set once while KV comes in from elsewhere: it makes that end early, and whoever brings the KV lets go of
-    the pages afterwards.
+    the pages afterwards. ``family``: all choices of its prompt, if there are several, until the prompt is computed; the
+    sequence of the first one, the lead, stands for all of them, also when its own choice is over.
     """
 
     attempt: Attempt
@@ -40,6 +46,23 @@ class Live:
     fetched_tokens: int = 0  # of the loaded ones, from other nodes
     emitted: int = 0  # emissions with an id
     over: bool = False  # its last word is said
+    family: list[Live] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # from the prefill worker, not told yet
+
+    @property
+    def members(self) -> list[Live]:
+        """Those for whom its prompt is computed, whether they still want it or not; the lead first."""
+        return self.family or [self]
+
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for its prompt."""
+        return any(not member.over for member in self.members)
+
+    @property
+    def waits(self) -> bool:
+        """Nothing is done for it yet."""
+        return self.members[0].sequence.phase is Phase.WAITING
 
     @property
     def request(self) -> RequestId:
@@ -70,6 +93,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Live] = {}
+        self._leads: dict[tuple[RequestId, int], Live] = {}  # of families
         self._newest: OrderedDict[RequestId, int] = OrderedDict()
 
     def __len__(self) -> int:
@@ -81,6 +105,25 @@ class Attempts:
     def get(self, request: RequestId, attempt: int) -> Live | None:
         live = self._live.get(request)
         return live if live is not None and live.attempt.number == attempt else None
+
+    def lead(self, request: RequestId, attempt: int) -> Live | None:
+        """As ``get``; also one that is over, while its sequence stands for a family."""
+        return self._leads.get((request, attempt)) or self.get(request, attempt)
+
+    def join(self, members: list[Live]) -> None:
+        """Live attempts that become one family."""
+        for member in members:
+            member.family = members
+        self._leads[members[0].sequence.name] = members[0]
+
+    def part(self, lead: Live) -> list[Live]:
+        """Its family, which is none any more; empty where there was none."""
+        members = lead.family
+        if members:
+            del self._leads[lead.sequence.name]
+        for member in members:
+            member.family = []
+        return members
 
     def supersede(self, request: RequestId, attempt: int) -> tuple[bool, Live | None]:
         """Whether ``attempt`` is newer than all heard of, and the older attempt that must end because of it."""

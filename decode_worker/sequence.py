@@ -9,9 +9,11 @@ from moonpool.core.blocks import BlockHasher
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt
 from moonpool.core.use import Use
+from moonpool.engine.prompt_scores import PromptScores
 
 
 class Phase(StrEnum):
+    FOLLOWING = "following"  # another sequence has the same prompt computed; not in the batcher
     WAITING = "waiting"  # no pages
     FILLING = "filling"  # pages taken; a hand-off or a prefix load brings KV into them
     RUNNING = "running"  # in the batch
@@ -35,7 +37,9 @@ class Sequence:
 
     ``computed`` tokens have their KV in ``pages``. ``keys`` name the leading whole blocks of ``tokens`` as far as they
     are known; ``published`` of them have been offered to the device-page index. ``remote``: another worker computes the
-    prompt. ``limit``: tokens at which it ends whatever it wants (context, or all pages there are).
+    prompt. ``limit``: tokens at which it ends whatever it wants (context, or all pages there are). ``scores``: takes the
+    log-probabilities of the prompt where it is computed here and they are wanted. ``siblings`` draw from the same prompt and
+    follow this sequence until they are forked.
     """
 
     attempt: Attempt
@@ -50,10 +54,13 @@ class Sequence:
     computed: int = 0
     published: int = 0
     in_step: bool = False
+    scores: PromptScores | None = None
+    siblings: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.attempt.context)
         self.keys = self.hasher.keys(self.tokens, known=self.attempt.request.keys)
+        self.scores = None if self.remote else PromptScores.of(self.attempt)
 
     @property
     def name(self) -> tuple[RequestId, int]:
@@ -68,6 +75,12 @@ class Sequence:
     def left(self) -> int:
         """Tokens without KV; 1 for a sequence that decodes."""
         return len(self.tokens) - self.computed
+
+    def reusable(self, block_tokens: int) -> int:
+        """Leading blocks that need not be computed here: where log-probabilities are wanted, those that gave theirs."""
+        if self.scores is None or self.scores.complete:
+            return len(self.keys)
+        return self.scores.done // block_tokens
 
     def block(self, index: int) -> CompletedBlock:
         """Block ``index``, one of those that are ``published``."""

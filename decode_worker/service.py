@@ -38,7 +38,11 @@ class DecodeFace(pb.decode_rpc.DecodeServicer):
                 step = pb.decode.Step()
                 for emission in emissions:
                     to_wire(emission, step.emissions.add())
-                yield step
+                    if emission.prompt_logprobs is not None:  # big: a message each
+                        yield step
+                        step = pb.decode.Step()
+                if step.emissions:
+                    yield step
         finally:
             reader.cancel()
             self._worker.close_stream(stream)

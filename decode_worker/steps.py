@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from moonpool.core.config import Config
@@ -29,8 +29,8 @@ class StepOwner(Protocol):
     def fill(self, admission: Admission) -> None:
         """The sequence has pages: bring its KV in, then ``join`` it."""
 
-    def sampled(self, sequence: Sequence, sampled: Sampled) -> None:
-        """The id was appended to the sequence."""
+    def sampled(self, sequence: Sequence, ids: tuple[Sampled, ...]) -> None:
+        """The first of ``ids`` was appended to the sequence, the others are its siblings'. None where none is wanted."""
 
     def failed(self, sequence: Sequence, failure: Failure) -> None:
         """Its step could not be computed."""
@@ -57,6 +57,7 @@ class StepLoop:
         self.publisher = BlockPublisher(engine, store, self.poke)
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self.steps = 0
+        self._engine = engine
         self._owner = owner
         self.watch = ProgressWatch("computing", config.timing.stuck_after_ms / 1e3)
         self._computer = Computer(engine, self.watch)
@@ -68,9 +69,18 @@ class StepLoop:
         """Something changed: a sequence came, joined or left, or pages came free."""
         self._wake.set()
 
-    def add(self, sequence: Sequence) -> None:
-        """Busy when the queue is full."""
-        self.batcher.add(sequence)
+    def add(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> None:
+        """Busy when the queue is full. ``siblings`` follow it until they are forked."""
+        self.batcher.add(sequence, siblings)
+        self.poke()
+
+    def fork(self, lead: Sequence, wanted: Iterable[Sequence]) -> None:
+        """The prompt of ``lead`` is in its pages: those of its siblings that are ``wanted`` go on by themselves."""
+        lead.siblings = []
+        for sibling in wanted:
+            copy = self.batcher.fork(lead, sibling)
+            if copy is not None:
+                self._engine.copy_page(*copy)
         self.poke()
 
     def join(self, sequence: Sequence, computed: int) -> None:
@@ -125,12 +135,12 @@ class StepLoop:
         self.steps += 1
         if all(row.end - row.start == 1 for row in step.rows):
             self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), computed.seconds))
-        ids = [sampled.token if isinstance(sampled, Sampled) else None for sampled in computed.sampled]
-        self.publisher.offer(self.batcher.complete(step, ids))
-        for row, sampled in zip(step.rows, computed.sampled, strict=True):
-            if sampled is None or row.sequence.phase is not Phase.RUNNING:
+        own = [ids[0].token if isinstance(ids, tuple) and ids else None for ids in computed.ids]
+        self.publisher.offer(self.batcher.complete(step, own))
+        for row, ids in zip(step.rows, computed.ids, strict=True):
+            if ids is None or row.sequence.phase is not Phase.RUNNING:
                 continue
-            if isinstance(sampled, Sampled):
-                self._owner.sampled(row.sequence, sampled)
+            if isinstance(ids, tuple):
+                self._owner.sampled(row.sequence, ids)
             else:
-                self._owner.failed(row.sequence, sampled)
+                self._owner.failed(row.sequence, ids)

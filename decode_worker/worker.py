@@ -23,21 +23,21 @@ import structlog
 
 from moonpool.core.blocks import BlockHasher, load_hash_key
 from moonpool.core.config import Config
-from moonpool.core.errors import Busy, Cancelled, DeadlinePassed, Failure, MoonpoolError, Moved
+from moonpool.core.errors import Busy, Cancelled, DeadlinePassed, Failure, MoonpoolError, Moved, PeerSilent
 from moonpool.core.handoff import FirstToken
 from moonpool.core.ids import RequestId, Role
 from moonpool.core.lifetime import Instant, Lives
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, Peers, PrefillTiming, WorkerReport
 from moonpool.core.placement import Placement
 from moonpool.core.progress import Progress
-from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
+from moonpool.core.request import Attempt, Emission, FinishReason, PromptLogprobs, Sampled
 from moonpool.decode_worker.admission import check_attempt, token_limit
 from moonpool.decode_worker.batcher import Admission
 from moonpool.decode_worker.filling import Filler
 from moonpool.decode_worker.leaving import leave
 from moonpool.decode_worker.live import Attempts, Live
 from moonpool.decode_worker.publisher import BlockStore
-from moonpool.decode_worker.sequence import Sequence
+from moonpool.decode_worker.sequence import Phase, Sequence
 from moonpool.decode_worker.service import DecodeFace
 from moonpool.decode_worker.steps import MAX_TIMINGS, StepLoop
 from moonpool.decode_worker.stream import TokenStream
@@ -97,19 +97,30 @@ class DecodeWorker:
                 self._cancelled(live, None)
 
     def begin(self, stream: TokenStream, attempt: Attempt, placement: Placement) -> None:
-        """Take ``attempt``; a refusal is its first and last emission. A newer attempt ends the older one of its request."""
+        """Take ``attempt`` and its siblings; a refusal is the first and last emission of each. A newer attempt ends the older
+        one of its request."""
+        siblings = {sibling: attempt.of(sibling) for sibling in attempt.siblings}
+        if not self._newest(stream, attempt):
+            for one in siblings.values():
+                self._refuse(stream, one, Cancelled(f"attempt {attempt.number} of {attempt.request.id}, their first, is over"))
+            return
+        siblings = {sibling: one for sibling, one in siblings.items() if self._newest(stream, one)}
+        attempt = replace(attempt, siblings=tuple(siblings))
+        try:
+            self._admit(stream, attempt, placement, list(siblings.values()))
+        except MoonpoolError as e:
+            for one in (attempt, *siblings.values()):
+                self._refuse(stream, one, e)
+
+    def _newest(self, stream: TokenStream, attempt: Attempt) -> bool:
+        """Whether it is to be taken; then an older one is ended."""
         request = attempt.request.id
         newest, older = self._attempts.supersede(request, attempt.number)
-        if not newest:
-            if self._attempts.get(request, attempt.number) is None:
-                self._refuse(stream, attempt, Cancelled(f"attempt {attempt.number} of {request} is over or replaced"))
-            return
+        if not newest and self._attempts.get(request, attempt.number) is None:
+            self._refuse(stream, attempt, Cancelled(f"attempt {attempt.number} of {request} is over or replaced"))
         if older is not None:
             self._abort(older, None)
-        try:
-            self._admit(stream, attempt, placement)
-        except MoonpoolError as e:
-            self._refuse(stream, attempt, e)
+        return newest
 
     def cancel(self, stream: TokenStream, request: RequestId, attempt: int) -> None:
         """End it without an answer; unknown or finished attempts are a no-op."""
@@ -117,7 +128,7 @@ class DecodeWorker:
         if live is not None and live.stream is stream:
             self._cancelled(live, Emission(request, attempt, live.position, finish=FinishReason.CANCELLED))
 
-    def _admit(self, stream: TokenStream, attempt: Attempt, placement: Placement) -> None:
+    def _admit(self, stream: TokenStream, attempt: Attempt, placement: Placement, siblings: list[Attempt]) -> None:
         if self._broken is not None:
             raise Busy(f"{self._member.id} has stopped computing: {self._broken.message}", peer=self._member.id)
         if self._leaving:
@@ -125,16 +136,21 @@ class DecodeWorker:
         check_attempt(attempt, self._engine)
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         remote = placement.prefill.id != self._member.id
-        sequence = Sequence(attempt, hasher, token_limit(self._engine), remote)
+        sequences = [Sequence(one, hasher, token_limit(self._engine), remote) for one in (attempt, *siblings)]
+        for sequence in sequences[1:]:
+            sequence.phase, sequence.scores = Phase.FOLLOWING, None
         try:
-            self._steps.add(sequence)
+            self._steps.add(sequences[0], sequences[1:])
         except Busy as e:
             raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
-        live = Live(attempt, placement, stream, sequence)
-        live.life.stamp(Instant.ADMITTED, time.monotonic())
-        live.deadline = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, live)
-        self._attempts.add(live)
-        self._counts["started"] += 1
+        members = [Live(sequence.attempt, placement, stream, sequence) for sequence in sequences]
+        for live in members:
+            live.life.stamp(Instant.ADMITTED, time.monotonic())
+            live.deadline = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, live)
+            self._attempts.add(live)
+            self._counts["started"] += 1
+        if siblings:
+            self._attempts.join(members)
 
     def _refuse(self, stream: TokenStream, attempt: Attempt, error: MoonpoolError) -> None:
         self._counts["refused"] += 1
@@ -144,7 +160,7 @@ class DecodeWorker:
     # -- what the step loop tells ------------------------------------------------------------------------------------
 
     def fill(self, admission: Admission) -> None:
-        live = self._attempts.get(*admission.sequence.name)
+        live = self._attempts.lead(*admission.sequence.name)
         assert live is not None  # an attempt that ended is in no queue
         live.life.stamp(Instant.QUEUED if live.sequence.remote else Instant.PREFILL_BEGUN, time.monotonic())
         if admission.copy is not None:
@@ -152,36 +168,71 @@ class DecodeWorker:
             self._steps.batcher.copied(admission)
         self._filler.fill(live, admission)
 
-    def sampled(self, sequence: Sequence, sampled: Sampled) -> None:
-        live = self._attempts.get(*sequence.name)
+    def sampled(self, sequence: Sequence, ids: tuple[Sampled, ...]) -> None:
+        live = self._attempts.lead(*sequence.name)
         if live is None:
             return
-        ends = self._emit(live, sampled)
-        if live.emitted == 1 and not sequence.remote:
+        first = live.emitted == 0 and not sequence.remote
+        if first and sequence.scores is not None:
+            live.prompt_logprobs += sequence.scores.parts()
+        ended = self._emit_all(live, ids)
+        if first and not live.over:
             self._note_prefill(live)
-        if ends:
-            self._abort(live, None)
+        if not live.family:
+            for member in ended:
+                self._abort(member, None)
+            return
+        for member in ended:
+            self._retire(member, None)
+        self._fork(live)
+
+    def _emit_all(self, live: Live, ids: tuple[Sampled, ...]) -> list[Live]:
+        """Stream the next ids, of ``live`` and of its siblings if it has any, or that none is wanted; those that end by them.
+
+        The first id has been appended to its sequence.
+        """
+        for member, sampled in zip(live.members[1:], ids[1:], strict=True):
+            member.sequence.tokens.append(sampled.token)
+            member.cached_tokens = live.cached_tokens
+        told = zip(live.members, ids, strict=True) if ids else ((member, None) for member in live.members)
+        return [member for member, sampled in told if not member.over and self._emit(member, sampled)]
+
+    def _fork(self, lead: Live) -> None:
+        """The prompt is in pages, and every choice has its first id: from now on each is by itself. Nothing without family."""
+        siblings = self._attempts.part(lead)[1:]
+        if not siblings:
+            return
+        self._steps.fork(lead.sequence, [one.sequence for one in siblings if not one.over])
+        if lead.over:
+            self._steps.end(lead.sequence)
 
     def failed(self, sequence: Sequence, failure: Failure) -> None:
-        live = self._attempts.get(*sequence.name)
-        if live is not None:
-            self._fail(live, failure)
+        live = self._attempts.lead(*sequence.name)
+        for member in live.members if live is not None else ():
+            self._fail(member, failure)
 
     def broke(self, failure: Failure) -> None:
         self._broken = failure
         for live in self._attempts.all():
             self._fail(live, failure)
 
-    def _emit(self, live: Live, sampled: Sampled) -> bool:
-        """Stream the id that was just appended; True when it ends the request."""
-        position = live.position - 1
-        finish = self._finish(live, sampled.token, position)
+    def _emit(self, live: Live, sampled: Sampled | None) -> bool:
+        """Stream the id that was just appended, or that none is wanted; True when it ends the request."""
+        for part in live.prompt_logprobs:
+            live.stream.put(Emission(live.request, live.attempt.number, 0, prompt_logprobs=part))
+        live.prompt_logprobs.clear()
         live.life.stamp(Instant.FIRST_TOKEN, time.monotonic())
         cached = live.cached_tokens if live.emitted == 0 else 0
-        live.emitted += 1
-        self._counts["tokens"] += 1
+        position, finish = live.position, self._finish_of(live, sampled)
+        if sampled is not None:
+            position -= 1
+            live.emitted += 1
+            self._counts["tokens"] += 1
         live.stream.put(Emission(live.request, live.attempt.number, position, sampled, finish, cached))
         return finish is not None
+
+    def _finish_of(self, live: Live, sampled: Sampled | None) -> FinishReason | None:
+        return FinishReason.LENGTH if sampled is None else self._finish(live, sampled.token, live.position - 1)
 
     def _finish(self, live: Live, token: int, position: int) -> FinishReason | None:
         request = live.attempt.request
@@ -207,27 +258,40 @@ class DecodeWorker:
     # -- what filling tells ------------------------------------------------------------------------------------------
 
     def first_token_ends(self, live: Live, first: FirstToken) -> bool:
-        return first.ends_request or self._finish(live, first.sampled.token, live.position) is not None
+        """Whether nobody goes on after it. PeerSilent where it does not have an id for each."""
+        if first.sampled is not None and len(first.ids) != len(live.members):
+            prefill = live.placement.prefill.id
+            raise PeerSilent(f"{prefill} drew {len(first.ids)} first ids for {len(live.members)} choices", peer=prefill)
+        told = zip(live.members, first.ids, strict=False)
+        return first.ends_request or all(m.over or self._finish(m, one.token, m.position) is not None for m, one in told)
+
+    def prompt_logprobs(self, live: Live, part: PromptLogprobs) -> None:
+        live.prompt_logprobs.append(part)
 
     def emit_first(self, live: Live, first: FirstToken, *, ends: bool) -> None:
-        """The prefill worker's id, streamed before the last bytes land."""
+        """The prefill worker's ids, streamed before the last bytes land."""
         live.cached_tokens = first.cached_tokens
-        live.sequence.tokens.append(first.sampled.token)
-        self._emit(live, first.sampled)
-        if ends:
-            self._retire(live, None)
+        live.sequence.tokens += [one.token for one in first.ids[:1]]
+        ended = self._emit_all(live, first.ids)
+        for member in live.members if ends else ended:
+            self._retire(member, None)
 
     def joined(self, live: Live, computed: int) -> None:
         if live.emitted == 0:
             live.cached_tokens = min(computed, len(live.attempt.request.prompt))
         live.life.stamp(Instant.RUNNABLE, time.monotonic())
         self._steps.join(live.sequence, computed)
+        if live.sequence.remote:
+            self._fork(live)
 
     def fill_failed(self, live: Live, failure: Failure) -> None:
-        self._counts["failed"] += 1
-        self._retire(live, self._last(live, failure))
+        for member in live.members:
+            if not member.over:
+                self._counts["failed"] += 1
+                self._retire(member, self._last(member, failure))
 
     def released(self, live: Live) -> None:
+        self._attempts.part(live)
         self._steps.end(live.sequence)
 
     # -- ends --------------------------------------------------------------------------------------------------------
@@ -250,13 +314,18 @@ class DecodeWorker:
         return Emission(live.request, live.attempt.number, live.position, error=failure)
 
     def _abort(self, live: Live, last: Emission | None) -> None:
-        """Whatever phase it is in: while KV comes in from elsewhere, whoever brings it lets go of the pages."""
-        if not self._retire(live, last):
+        """Whatever phase it is in: while KV comes in from elsewhere, whoever brings it lets go of the pages.
+
+        A prompt that others of its family want is still computed.
+        """
+        if not self._retire(live, last) or live.wanted:
             return
-        if live.stop is not None:
-            live.stop()
+        lead = live.members[0]
+        if lead.stop is not None:
+            lead.stop()
         else:
-            self._steps.end(live.sequence)
+            self._attempts.part(lead)
+            self._steps.end(lead.sequence)
 
     def _retire(self, live: Live, last: Emission | None) -> bool:
         if not self._attempts.remove(live):
@@ -299,8 +368,11 @@ class DecodeWorker:
         return any(m.ready and m.id != self._member.id for m in decoding)
 
     def give_back(self, live: Live) -> None:
-        self._counts["moved"] += 1
-        self._abort(live, self._last(live, Failure.of(self._moved())))
+        """With its family, which goes on together elsewhere."""
+        for member in live.members:
+            if not member.over:
+                self._counts["moved"] += 1
+                self._abort(member, self._last(member, Failure.of(self._moved())))
 
     def _moved(self) -> Moved:
         return Moved(f"{self._member.id} is leaving", peer=self._member.id)
@@ -363,7 +435,8 @@ class DecodeWorker:
 
     def _describe(self, live: Live) -> LiveAttempt:
         sequence, request = live.sequence, live.attempt.request
-        left = 0 if sequence.remote or sequence.left == 1 else sequence.left
+        following = sequence.phase is Phase.FOLLOWING
+        left = 0 if sequence.remote or following or sequence.left == 1 else sequence.left
         return LiveAttempt(live.request, live.attempt.number, len(request.prompt), live.possible, left, live.position)
 
     async def clear_device_pages(self) -> int:

@@ -20,6 +20,8 @@ from moonpool.engine.guides import Guides
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.models import default_cache, model_fingerprint
 from moonpool.engine.pages import PagePool
+from moonpool.engine.prompt_scores import PromptScores
+from moonpool.engine.scoring import score
 from moonpool.engine.torch_backend import PageTensor, Span, TorchStep
 
 __all__ = ["Engine", "MemoryBudget", "Row", "load_engine", "memory_budget"]
@@ -33,6 +35,23 @@ class Row:
     start: int
     table: Sequence[int]  # pages of positions 0 .. start + len(tokens) - 1, in order; more may follow
     wants_logits: bool  # of the last token
+    scores: PromptScores | None = None  # takes what the tokens say of their successors in the prompt
+    targets: Sequence[int] = ()  # with ``scores``: those successors, as many as it wants of these tokens
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        start: int,
+        end: int,
+        table: Sequence[int],
+        *,
+        wants_logits: bool,
+        scores: PromptScores | None = None,
+    ) -> Row:
+        """Tokens [start, end) of ``tokens``."""
+        targets = () if scores is None else tokens[start + 1 : start + 1 + scores.wanted(start, end)]
+        return cls(tokens[start:end], start, table, wants_logits, scores, targets)
 
 
 class Engine:
@@ -77,7 +96,7 @@ class Engine:
         before_layer: Callable[[int], None] | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """float32 [rows that want logits, vocabulary], in the order of ``rows``.
+        """float32 [rows that want logits, vocabulary], in the order of ``rows``. ``scores`` of rows are filled.
 
         ``before_layer(l)`` runs before layer l touches pages; ``on_layer(l)`` once K/V of layer l of all rows are in
         pages. What they raise comes out of here; the pages of these rows then hold garbage and nothing else changed.
@@ -88,7 +107,7 @@ class Engine:
         step = TorchStep(self._memory, spans, before_layer, on_layer)
         ids = torch.tensor([[token for row in rows for token in row.tokens]])
         positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))[None]
-        wanted = [span.first + span.count - 1 for row, span in zip(rows, spans, strict=True) if row.wants_logits]
+        wanted = [at for row, span in zip(rows, spans, strict=True) for at in _wanted(row, span)]
         out = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -96,8 +115,7 @@ class Engine:
             logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
             moonpool_step=step,
         )
-        logits: torch.Tensor = out.logits[0].float()
-        return logits
+        return _last(rows, out.logits[0])
 
     def copy_page(self, source: int, target: int) -> None:
         """All layers of page ``source`` into ``target``: the private copy of a shared last block.
@@ -132,6 +150,26 @@ class Engine:
             spans.append(Span(first, count, row.start, np.asarray(row.table[:n], dtype=np.int64)))
             first += count
         return spans
+
+
+def _wanted(row: Row, span: Span) -> list[int]:
+    """The tokens of the batch whose logits ``row`` asks for."""
+    last = [span.first + span.count - 1] if row.wants_logits else []
+    return [*range(span.first, span.first + len(row.targets)), *last]
+
+
+def _last(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
+    """Of all ``wanted`` logits those that are sampled from, in float32; the others go into the scores of their rows."""
+    at, last = 0, []
+    for row in rows:
+        if row.scores is not None and row.targets:
+            scored = logits[at : at + len(row.targets)]
+            row.scores.put(row.start, score(scored, row.targets, row.scores.width))
+            at += len(row.targets)
+        if row.wants_logits:
+            last.append(at)
+            at += 1
+    return logits.float() if len(last) == at else logits[torch.tensor(last, dtype=torch.int64)].float()
 
 
 def load_engine(

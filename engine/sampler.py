@@ -1,9 +1,9 @@
 """How the next id is drawn: a pure function of (params, prompt, outputs, logits), whatever else is in the batch.
 
-Order, as in vLLM: minimum length, repetition penalty (prompt and outputs), frequency and presence penalties (outputs),
-what a guide allows, temperature, top-k, top-p. One uniform number per draw comes from Philox (Salmon et al., SC 2011)
-with the seed as key and the output position as counter, and picks by inverse distribution: over ids in their order where
-nothing is cut off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw
+Order, as in vLLM: logit bias, minimum length, repetition penalty (prompt and outputs), frequency and presence penalties
+(outputs), what a guide allows, temperature, min-p, top-k, top-p. One uniform number per draw comes from Philox (Salmon et
+al., SC 2011) with the seed as key and the output position as counter, and picks by inverse distribution: over ids in their
+order where nothing is cut off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw
 distribution, before any of this.
 """
 
@@ -77,14 +77,36 @@ def _guided(logits: torch.Tensor, raw: torch.Tensor, state: SamplerState, allowe
 
 
 def _adjust(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> torch.Tensor:
-    """Logits with minimum length and penalties applied; ``raw`` itself where there are none."""
+    """Logits with all that is asked of them applied, in order; ``raw`` itself where that is nothing."""
+    logits = _biased(raw, state.params)
+    logits = _unended(logits, state, eos_ids)
+    return _penalised(logits, state)
+
+
+def _biased(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    known = [one for one in params.logit_bias if one.token < len(logits)]
+    if not known:
+        return logits
+    logits = logits.clone()
+    logits[torch.tensor([one.token for one in known])] += torch.tensor([one.bias for one in known], dtype=logits.dtype)
+    return logits
+
+
+def _unended(logits: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> torch.Tensor:
+    """Without ids that would end the answer before its least length."""
+    params = state.params
+    if len(state.outputs) >= params.min_tokens:
+        return logits
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
+    if not ends:
+        return logits
+    logits = logits.clone()
+    logits[torch.tensor(sorted(e for e in ends if 0 <= e < len(logits)), dtype=torch.int64)] = -torch.inf
+    return logits
+
+
+def _penalised(logits: torch.Tensor, state: SamplerState) -> torch.Tensor:
     params, outputs = state.params, state.outputs
-    logits = raw
-    if len(outputs) < params.min_tokens:
-        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else eos_ids)
-        if ends:
-            logits = logits.clone()
-            logits[torch.tensor(sorted(e for e in ends if 0 <= e < len(raw)), dtype=torch.int64)] = -torch.inf
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted({*state.prompt, *outputs}), dtype=torch.int64)
         old = logits[seen]
@@ -100,6 +122,8 @@ def _adjust(raw: torch.Tensor, state: SamplerState, eos_ids: frozenset[int]) -> 
 def _draw(logits: torch.Tensor, params: SamplingParams, u: float) -> int:
     """The id at quantile ``u`` of the tempered, truncated distribution."""
     scaled = logits.double() / params.temperature
+    if params.min_p > 0.0:  # of what is left the others see
+        scaled = scaled.masked_fill(scaled < scaled.max() + math.log(params.min_p), -torch.inf)
     weights = torch.softmax(scaled, dim=-1)
     limited = 0 < params.top_k < len(weights)
     if not limited and params.top_p >= 1.0:

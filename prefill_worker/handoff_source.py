@@ -175,7 +175,7 @@ class HandoffSource:
         missing = len(self._wanted) * self._layers - len(self._pushed)
         if missing and self.state is State.SENDING:
             raise self._bug(f"sampled while {missing} slices of the landing were never pushed")
-        self._move(Fact.SAMPLED, f"token {first.sampled.token}")
+        self._move(Fact.SAMPLED, f"token {first.words}")
         self._first = first
         self._stopped = True
         if self.state is State.ABANDONING:

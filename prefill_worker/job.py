@@ -18,6 +18,7 @@ from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Source
 from moonpool.core.request import FinishReason, Sampled
 from moonpool.engine.engine import Engine, Row
+from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.sampler import SamplerState, finish_reason, sample
 from moonpool.kvstore.pusher import PushLanding
 from moonpool.prefill_worker.ahead import Ahead
@@ -50,6 +51,7 @@ class Job:
         self.key: JobKey = (attempt.request.id, attempt.number)
         self.tokens = attempt.context
         self.keys = hasher.keys(self.tokens, known=attempt.request.keys)
+        self.scores = PromptScores.of(attempt)
         self.events: asyncio.Queue[PrefillEvent] = asyncio.Queue()
         self.source = HandoffSource(attempt.request.id, attempt.number, engine.layout.layers)
         self.life = Lifetime()
@@ -81,6 +83,11 @@ class Job:
     def tail_valid(self) -> int:
         """Tokens of an unfinished last block; 0: none."""
         return len(self.tokens) % self._engine.layout.block_tokens
+
+    @property
+    def reuses(self) -> bool:
+        """Whether KV of its prompt that exists already is of use: log-probabilities of a prompt need all of it computed."""
+        return self.scores is None
 
     # -- event loop --------------------------------------------------------------------------------------------------
 
@@ -123,6 +130,8 @@ class Job:
             case EmitBegun(landing):
                 self.events.put_nowait(Begun(landing))
             case EmitFirst(first):
+                for part in self.scores.parts() if self.scores is not None else ():
+                    self.events.put_nowait(part)
                 self.events.put_nowait(first)
             case EmitDrained(drained):
                 self.events.put_nowait(drained)
@@ -164,8 +173,10 @@ class Job:
 
     # -- compute thread ----------------------------------------------------------------------------------------------
 
-    def compute(self, chunk: Chunk) -> Sampled | None:
-        """One chunk: every finished layer is pushed while the next one computes. The sampled id after the last chunk.
+    def compute(self, chunk: Chunk) -> tuple[Sampled, ...] | None:
+        """One chunk: every finished layer is pushed while the next one computes.
+
+        After the last chunk the first ids, the attempt's and its siblings', none where none is wanted; before it None.
 
         LoadStopped when the attempt ended meanwhile, PrefixLost when a loaded block is bad, TransferFailed.
         """
@@ -192,19 +203,37 @@ class Job:
         def on_layer(layer: int) -> None:
             self._tell_layer(chunk.number, layer, blocks)
 
-        row = Row(self.tokens[chunk.start : chunk.end], chunk.start, self.pages, chunk.last)
+        states = self._states() if chunk.last else []
+        row = Row.of(self.tokens, chunk.start, chunk.end, self.pages, wants_logits=bool(states), scores=self.scores)
         logits = self._engine.forward([row], before_layer=before_layer, on_layer=on_layer)
         self._told = chunk.end // self._engine.layout.block_tokens
         if not chunk.last:
             return None
         self.life.stamp(Instant.LAST_LAYER_COMPUTED, time.monotonic())
+<<<<<<< HEAD
         request = self.job.attempt.request
         state = SamplerState(request.sampling, request.prompt, self.job.attempt.emitted)
         state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         return sample(logits, [state], self._engine.eos_ids)[0]
+=======
+        for state in states:
+            state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
+        return tuple(sample(logits.expand(len(states), -1), states, self._engine.eos_ids))
+>>>>>>> 83375b8 (wip)
 
-    def ends_with(self, token: int) -> bool:
-        """Whether ``token``, as the first id of this attempt, ends the request."""
+    def _states(self) -> list[SamplerState]:
+        """What the first ids depend on beside the logits, which the attempt and its siblings share."""
+        attempt = self.job.attempt
+        if not attempt.request.sampling.max_tokens:
+            return []
+        requests = [attempt.request, *(attempt.of(sibling).request for sibling in attempt.siblings)]
+        return [SamplerState(request.sampling, request.prompt, attempt.emitted) for request in requests]
+
+    def ends_with(self, ids: Iterable[Sampled]) -> bool:
+        """Whether nobody goes on after these first ids."""
+        return all(self._ends_with(one.token) for one in ids)
+
+    def _ends_with(self, token: int) -> bool:
         attempt = self.job.attempt
         reason = finish_reason(attempt.request.sampling, token, len(attempt.emitted) + 1, self._engine.eos_ids)
         if reason is None and len(self.tokens) + 1 >= self._engine.max_context:

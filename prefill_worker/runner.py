@@ -100,7 +100,7 @@ class Runner:
             return False
         if work.ended():
             return False
-        if self._reuse:
+        if self._reuse and work.reuses:
             await self._incoming.find(work)
         if work.ended():
             return False
@@ -110,7 +110,7 @@ class Runner:
     def _take_pages(self, work: Job) -> None:
         """The device prefix first; a fully cached prompt gets a private copy of its last page."""
         pool, size = self._engine.pages, self._engine.layout.block_tokens
-        matched = pool.match(work.keys) if self._reuse else []
+        matched = pool.match(work.keys) if self._reuse and work.reuses else []
         full = len(matched) * size == len(work.tokens)
         try:
             fresh = pool.allocate(blocks_for(len(work.tokens), size) - len(matched) + full)
@@ -179,7 +179,7 @@ class Runner:
             chunk = self._planner.chunk(work.key, until)
             self.watch.began(time.monotonic())
             try:
-                sampled = await loop.run_in_executor(self._compute_thread, work.compute, chunk)
+                ids = await loop.run_in_executor(self._compute_thread, work.compute, chunk)
             except LoadStopped:
                 return
             except PrefixLost as lost:
@@ -189,8 +189,8 @@ class Runner:
                 self.watch.ended(time.monotonic())
             self._planner.computed(work.key, chunk)
             self._publish(work, chunk)
-            if sampled is not None:
-                self._first_token(work, sampled)
+            if ids is not None:
+                self._first_token(work, ids)
                 return
 
     def _publish(self, work: Job, chunk: Chunk) -> None:
@@ -202,7 +202,8 @@ class Runner:
             self._engine.pages.publish(work.pages[i], work.keys[i], work.keys[i - 1] if i else None)
         work.published = max(work.published, whole)
 
-    def _first_token(self, work: Job, sampled: Sampled) -> None:
+    def _first_token(self, work: Job, ids: tuple[Sampled, ...]) -> None:
+        """``ids``: of the attempt and of its siblings; none where none is wanted."""
         now = time.monotonic()
         size, prompt = self._engine.layout.block_tokens, len(work.job.attempt.request.prompt)
         cached = work.start + work.ahead_tokens
@@ -214,7 +215,8 @@ class Runner:
             max(cached - work.matched * size, 0),
             work.found.fetch_seconds,
         )
-        first = FirstToken(sampled, min(cached, prompt), work.ends_with(sampled.token), timing)
+        own = ids[0] if ids else None
+        first = FirstToken(own, min(cached, prompt), work.ends_with(ids), timing, ids[1:])
         work.life.stamp(Instant.FIRST_TOKEN, now)
         work.tell(lambda: work.source.sampled(first))
         if not work.ahead_tokens:  # else it was computed in two parts, which no estimate of whole ones should learn from

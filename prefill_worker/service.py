@@ -10,6 +10,7 @@ import grpc
 
 from moonpool.core.errors import Failure, InvalidRequest
 from moonpool.core.handoff import Begun, Drained, FirstToken, PrefillEvent, PrefillJob
+from moonpool.core.request import PromptLogprobs
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 
@@ -43,6 +44,8 @@ def _message(event: PrefillEvent) -> pb.prefill.PrefillEvent:
     match event:
         case Begun():
             to_wire(event, message.begun)
+        case PromptLogprobs():
+            to_wire(event, message.prompt_logprobs)
         case FirstToken():
             to_wire(event, message.first_token)
         case Drained():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import grpc
 import grpc.aio
@@ -34,40 +35,72 @@ _OPTIONS = (
 _OUT_LIMIT = 1_024  # messages waiting to be written to one worker
 
 
+class Line:
+    """One attempt on a stream, heard from its making on. Read ``emissions`` or ``close`` it; closed early it is cancelled."""
+
+    def __init__(self, stream: DecodeStream, attempt: Attempt) -> None:
+        sampling = attempt.request.sampling
+        scores = 0 if attempt.prompt_logprobs is None else len(attempt.request.prompt)  # parts of them, at most
+        self.queue: asyncio.Queue[Emission] = asyncio.Queue(sampling.max_tokens + scores + 1)
+        self._stream = stream
+        self._key = (attempt.request.id, attempt.number)
+        self._ended = False
+        stream.lines[self._key] = self
+
+    async def emissions(self) -> AsyncGenerator[Emission, None]:
+        """Until the last one. Never waits for the worker to clean up."""
+        try:
+            while not self._ended:
+                emission = await self.queue.get()
+                self._ended = emission.finish is not None or emission.error is not None
+                yield emission
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """A no-op the second time."""
+        if self._stream.lines.get(self._key) is self:
+            del self._stream.lines[self._key]
+            if not self._ended:
+                self._stream.cancel(*self._key)
+
+
 class DecodeStream:
     """One open ``Tokens`` call. Ends once: by ``fail`` or by ``close``."""
 
     def __init__(self, worker: WorkerRef) -> None:
         self.worker = worker
         self.broken: PeerSilent | None = None
+        self.lines: dict[tuple[str, int], Line] = {}
         self._channel = dial(worker.address, options=_OPTIONS)
         self._call = pb.decode_rpc.DecodeStub(self._channel).Tokens()
         self._out: asyncio.Queue[pb.decode.GatewayMessage] = asyncio.Queue(_OUT_LIMIT)
-        self._attempts: dict[tuple[str, int], asyncio.Queue[Emission]] = {}
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
-    async def run(self, attempt: Attempt, placement: Placement) -> AsyncGenerator[Emission, None]:
-        """Emissions of ``attempt`` until its last one; leaving early cancels it. Never waits for the worker to clean up."""
-        key = (attempt.request.id, attempt.number)
+    def line(self, attempt: Attempt) -> Line:
+        """To hear of ``attempt``, which ``start`` begins or which is a sibling of one that it begins."""
         if self.broken is not None:
             raise self.broken
-        queue = self._attempts[key] = asyncio.Queue(attempt.request.sampling.max_tokens + 1)
-        ended = False
+        return Line(self, attempt)
+
+    async def start(self, attempt: Attempt, placement: Placement) -> None:
         start = pb.decode.Start(
             attempt=to_wire(attempt, pb.types.Attempt()), placement=to_wire(placement, pb.types.Placement())
         )
-        try:
-            await self._out.put(pb.decode.GatewayMessage(start=start))
-            while not ended:
-                emission = await queue.get()
-                ended = emission.finish is not None or emission.error is not None
-                yield emission
-        finally:
-            del self._attempts[key]
-            if not ended:
-                self._cancel(*key)
+        await self._out.put(pb.decode.GatewayMessage(start=start))
 
-    def _cancel(self, request: str, attempt: int) -> None:
+    async def run(self, attempt: Attempt, placement: Placement) -> AsyncGenerator[Emission, None]:
+        """Emissions of ``attempt`` until its last one; leaving early cancels it."""
+        line = self.line(attempt)
+        try:
+            await self.start(attempt, placement)
+            async with aclosing(line.emissions()) as emissions:
+                async for emission in emissions:
+                    yield emission
+        finally:
+            line.close()
+
+    def cancel(self, request: str, attempt: int) -> None:
         message = pb.decode.GatewayMessage(cancel=pb.decode.CancelAttempt(request=request, attempt=attempt))
         try:
             if self.broken is None:
@@ -89,8 +122,8 @@ class DecodeStream:
             self.fail(f"{self.worker.id}: sent what cannot be read ({type(e).__name__})")
 
     def _deliver(self, message: pb.decode.Emission) -> None:
-        queue = self._attempts.get((message.request, message.attempt))
-        if queue is None:
+        line = self.lines.get((message.request, message.attempt))
+        if line is None:
             return  # of an attempt that was left: late, and ignored
         try:
             emission = from_wire(message, Emission)
@@ -98,7 +131,7 @@ class DecodeStream:
             failure = Failure(Reason.PEER_SILENT, f"{self.worker.id}: malformed emission: {e.message}", self.worker.id)
             emission = Emission(RequestId(message.request), message.attempt, message.position, error=failure)
         try:
-            queue.put_nowait(emission)
+            line.queue.put_nowait(emission)
         except asyncio.QueueFull:
             self.fail(f"{self.worker.id}: sent more ids than a request may have")
 
@@ -116,10 +149,10 @@ class DecodeStream:
             return
         self.broken = PeerSilent(why, peer=self.worker.id)
         failure = Failure.of(self.broken)
-        for (request, attempt), queue in self._attempts.items():
-            if queue.full():
-                queue.get_nowait()  # the failure matters more
-            queue.put_nowait(Emission(RequestId(request), attempt, 0, error=failure))
+        for (request, attempt), line in self.lines.items():
+            if line.queue.full():
+                line.queue.get_nowait()  # the failure matters more
+            line.queue.put_nowait(Emission(RequestId(request), attempt, 0, error=failure))
         while not self._out.empty():  # nobody writes it any more: who waits for room goes on to the failure
             self._out.get_nowait()
         self._call.cancel()

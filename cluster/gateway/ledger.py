@@ -103,6 +103,11 @@ class Ledger:
                 self._keys = tuple(self._hasher.keys(context, known=self._keys))
         return self._keys
 
+    @property
+    def _computes_all(self) -> bool:
+        """Its next attempt has no use for KV that exists."""
+        return self.request.sampling.prompt_logprobs is not None and not self.emitted
+
     def out_of_time(self) -> DeadlinePassed:
         after = f" after {self.number} attempt(s); the last failure: {self._last.message}" if self._last else ""
         return DeadlinePassed(
@@ -119,7 +124,7 @@ class Ledger:
         return PlaceRequest(
             request=request.id,
             attempt=self.number,
-            keys=self.keys,
+            keys=() if self._computes_all else self.keys,
             prompt_tokens=len(request.prompt) + len(self.emitted),
             max_tokens=max(1, request.sampling.max_tokens - len(self.emitted)),
             targets=request.targets if self.number == 1 else Targets(),
@@ -147,6 +152,8 @@ class Ledger:
             return False
         if emission.error is not None:
             raise emission.error.to_exception()
+        if emission.prompt_logprobs is not None:
+            return True
         if emission.sampled is None and emission.finish is None:
             return False
         if emission.position < len(self.emitted):

@@ -48,15 +48,16 @@ def _step(root: _Node, node: _Node, char: str) -> _Node:
 
 
 class StopMatcher:
-    """Stateful over one choice. ``stops`` are non-empty strings."""
+    """Stateful over one choice. ``stops`` are non-empty strings; with ``include`` the one that ends the text is part of it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._include = include
         self._root = _build(stops)
         self._node = self._root
         self._held = ""
 
     def push(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
-        """(text that is safe to give out, whether a stop string was completed; it and what follows it are dropped).
+        """(text that is safe to give out, whether a stop string was completed; what follows it is dropped, and so is it).
 
         A stop string completed while not ``armed`` is ordinary text.
         """
@@ -67,7 +68,7 @@ class StopMatcher:
             node = _step(root, node, char)
             if node.matched and armed:
                 self._held, self._node = "", root
-                return known[: i - node.matched], True
+                return known[: i if self._include else i - node.matched], True
         while not node.next:  # a whole stop string that did not count begins nothing any more
             node = node.fall
         self._node = node

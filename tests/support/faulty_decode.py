@@ -138,7 +138,7 @@ class DecodeWorker(Worker):
         for action in actions:
             match action:
                 case sinks.EmitFirst(first, ends):
-                    self._emit(one, first.sampled.token)
+                    self._emit(one, first.ids[0].token)
                     one.over = one.over or ends
                 case sinks.Copy(layer, slots):
                     self.world.later(self, lambda layer=layer, slots=slots: self._copy(one, layer, slots))

@@ -136,9 +136,13 @@ class Gateway:
                     answer.over.set()
 
     def begin(self, request: Request, number: int = 1, emitted: Sequence[int] = (), deadline_ms: int = 60_000) -> Answer:
-        answer = self._answers.setdefault((request.id, number), Answer())
+        answer = self.expect(request, number)
         self.worker.begin(self.stream, Attempt(request, number, tuple(emitted), deadline_ms), self.placement)
         return answer
+
+    def expect(self, request: Request, number: int) -> Answer:
+        """What comes of an attempt that somebody else begins."""
+        return self._answers.setdefault((request.id, number), Answer())
 
     async def ask(self, request: Request) -> Answer:
         answer = self.begin(request)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$moonpool/wire/generated/decode.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"Y\n\x05Start\x12%\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Attempt\x12)\n\tplacement\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.Placement\"1\n\rCancelAttempt\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"k\n\x0eGatewayMessage\x12#\n\x05start\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.StartH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.moonpool.v1.CancelAttemptH\x00\x42\x06\n\x04kind\"\xaf\x01\n\x08\x45mission\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12%\n\x07sampled\x18\x04 \x01(\x0b\x32\x14.moonpool.v1.Sampled\x12\x0e\n\x06\x66inish\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12!\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.moonpool.v1.Error\"0\n\x04Step\x12(\n\temissions\x18\x01 \x03(\x0b\x32\x15.moonpool.v1.Emission2F\n\x06\x44\x65\x63ode\x12<\n\x06Tokens\x12\x1b.moonpool.v1.GatewayMessage\x1a\x11.moonpool.v1.Step(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$moonpool/wire/generated/decode.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"Y\n\x05Start\x12%\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Attempt\x12)\n\tplacement\x18\x02 \x01(\x0b\x32\x16.moonpool.v1.Placement\"1\n\rCancelAttempt\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"k\n\x0eGatewayMessage\x12#\n\x05start\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.StartH\x00\x12,\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1a.moonpool.v1.CancelAttemptH\x00\x42\x06\n\x04kind\"\xe5\x01\n\x08\x45mission\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12%\n\x07sampled\x18\x04 \x01(\x0b\x32\x14.moonpool.v1.Sampled\x12\x0e\n\x06\x66inish\x18\x05 \x01(\t\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12!\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x12.moonpool.v1.Error\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.moonpool.v1.PromptLogprobs\"0\n\x04Step\x12(\n\temissions\x18\x01 \x03(\x0b\x32\x15.moonpool.v1.Emission2F\n\x06\x44\x65\x63ode\x12<\n\x06Tokens\x12\x1b.moonpool.v1.GatewayMessage\x1a\x11.moonpool.v1.Step(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GATEWAYMESSAGE']._serialized_start=232
   _globals['_GATEWAYMESSAGE']._serialized_end=339
   _globals['_EMISSION']._serialized_start=342
-  _globals['_EMISSION']._serialized_end=517
-  _globals['_STEP']._serialized_start=519
-  _globals['_STEP']._serialized_end=567
-  _globals['_DECODE']._serialized_start=569
-  _globals['_DECODE']._serialized_end=639
+  _globals['_EMISSION']._serialized_end=571
+  _globals['_STEP']._serialized_start=573
+  _globals['_STEP']._serialized_end=621
+  _globals['_DECODE']._serialized_start=623
+  _globals['_DECODE']._serialized_end=693
 # @@protoc_insertion_point(module_scope)

@@ -96,6 +96,7 @@ class Emission(message.Message):
     FINISH_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     position: builtins.int
@@ -106,6 +107,10 @@ class Emission(message.Message):
     def sampled(self) -> types_pb2.Sampled: ...
     @builtins.property
     def error(self) -> types_pb2.Error: ...
+    @builtins.property
+    def prompt_logprobs(self) -> types_pb2.PromptLogprobs:
+        """nothing else then; before the first id"""
+
     def __init__(
         self,
         *,
@@ -116,10 +121,11 @@ class Emission(message.Message):
         finish: builtins.str = ...,
         cached_tokens: builtins.int = ...,
         error: types_pb2.Error | None = ...,
+        prompt_logprobs: types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error", "sampled", b"sampled"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["error", b"error", "prompt_logprobs", b"prompt_logprobs", "sampled", b"sampled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "error", b"error", "finish", b"finish", "position", b"position", "request", b"request", "sampled", b"sampled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "error", b"error", "finish", b"finish", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "request", b"request", "sampled", b"sampled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,12 +79,17 @@ class FirstToken(message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     ENDS_REQUEST_FIELD_NUMBER: builtins.int
     TIMING_FIELD_NUMBER: builtins.int
+    SIBLINGS_FIELD_NUMBER: builtins.int
     cached_tokens: builtins.int
     ends_request: builtins.bool
     @builtins.property
     def sampled(self) -> types_pb2.Sampled: ...
     @builtins.property
     def timing(self) -> types_pb2.PrefillTiming: ...
+    @builtins.property
+    def siblings(self) -> containers.RepeatedCompositeFieldContainer[types_pb2.Sampled]:
+        """first ids of the attempt's siblings"""
+
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class FirstToken(message.Message):
         cached_tokens: builtins.int = ...,
         ends_request: builtins.bool = ...,
         timing: types_pb2.PrefillTiming | None = ...,
+        siblings: abc.Iterable[types_pb2.Sampled] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["sampled", b"sampled", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "ends_request", b"ends_request", "sampled", b"sampled", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "ends_request", b"ends_request", "sampled", b"sampled", "siblings", b"siblings", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -130,6 +136,7 @@ class PrefillEvent(message.Message):
     FIRST_TOKEN_FIELD_NUMBER: builtins.int
     DRAINED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @builtins.property
     def begun(self) -> Begun: ...
     @builtins.property
@@ -138,6 +145,10 @@ class PrefillEvent(message.Message):
     def drained(self) -> Drained: ...
     @builtins.property
     def failed(self) -> types_pb2.Error: ...
+    @builtins.property
+    def prompt_logprobs(self) -> types_pb2.PromptLogprobs:
+        """before the first token"""
+
     def __init__(
         self,
         *,
@@ -145,11 +156,12 @@ class PrefillEvent(message.Message):
         first_token: FirstToken | None = ...,
         drained: Drained | None = ...,
         failed: types_pb2.Error | None = ...,
+        prompt_logprobs: types_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["begun", b"begun", "drained", b"drained", "failed", b"failed", "first_token", b"first_token", "kind", b"kind"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["begun", b"begun", "drained", b"drained", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["begun", b"begun", "drained", b"drained", "failed", b"failed", "first_token", b"first_token", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["begun", b"begun", "drained", b"drained", "failed", b"failed", "first_token", b"first_token", "kind", b"kind", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["begun", "first_token", "drained", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = typing.Literal["begun", "first_token", "drained", "failed", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...

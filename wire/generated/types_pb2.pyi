@@ -271,6 +271,7 @@ class Attempt(message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     EMITTED_FIELD_NUMBER: builtins.int
     DEADLINE_MS_FIELD_NUMBER: builtins.int
+    SIBLINGS_FIELD_NUMBER: builtins.int
     number: builtins.int
     deadline_ms: builtins.int
     """what is left of the request's budget when this was written"""
@@ -278,6 +279,10 @@ class Attempt(message.Message):
     def request(self) -> Request: ...
     @builtins.property
     def emitted(self) -> containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @builtins.property
+    def siblings(self) -> containers.RepeatedCompositeFieldContainer[Sibling]:
+        """begin with it; the prompt is computed once for all"""
+
     def __init__(
         self,
         *,
@@ -285,10 +290,80 @@ class Attempt(message.Message):
         number: builtins.int = ...,
         emitted: abc.Iterable[builtins.int] | None = ...,
         deadline_ms: builtins.int = ...,
+        siblings: abc.Iterable[Sibling] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "emitted", b"emitted", "number", b"number", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["deadline_ms", b"deadline_ms", "emitted", b"emitted", "number", b"number", "request", b"request", "siblings", b"siblings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Sibling(message.Message):
+    """Another choice of the same prompt."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """its request"""
+    number: builtins.int
+    seed: builtins.int
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        number: builtins.int = ...,
+        seed: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "number", b"number", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PromptLogprobs(message.Message):
+    """Of the ids of a prompt from position `first` on."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    TOP_TOKENS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    width: builtins.int
+    """alternatives beside each id"""
+    @builtins.property
+    def logprobs(self) -> containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @builtins.property
+    def ranks(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """1: the likeliest"""
+
+    @builtins.property
+    def top_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """width of each position, likelier first"""
+
+    @builtins.property
+    def top_logprobs(self) -> containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        width: builtins.int = ...,
+        logprobs: abc.Iterable[builtins.float] | None = ...,
+        ranks: abc.Iterable[builtins.int] | None = ...,
+        top_tokens: abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["first", b"first", "logprobs", b"logprobs", "ranks", b"ranks", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

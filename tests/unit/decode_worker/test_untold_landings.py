@@ -13,7 +13,7 @@ from moonpool.core.handoff import FirstToken, PrefillJob
 from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing, LandingSlot, SlotRef
 from moonpool.core.placement import WorkerRef
-from moonpool.core.request import Attempt, Request, SamplingParams
+from moonpool.core.request import Attempt, PromptLogprobs, Request, SamplingParams
 from moonpool.decode_worker.handoff import Handoff
 from moonpool.wire import pb
 
@@ -40,6 +40,8 @@ class Owner:
 
     def first_token_ends(self, first: FirstToken) -> bool:
         return False
+
+    def prompt_logprobs(self, part: PromptLogprobs) -> None: ...
 
     def emit_first(self, first: FirstToken, *, ends: bool) -> None: ...
 
