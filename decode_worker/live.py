@@ -11,13 +11,8 @@ from moonpool.core.errors import Reason
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Placement
-<<<<<<< HEAD
-from moonpool.core.request import Attempt, Emission
-from moonpool.decode_worker.sequence import Sequence
-=======
-from moonpool.core.request import Attempt, PromptLogprobs
+from moonpool.core.request import Attempt, Emission, PromptLogprobs
 from moonpool.decode_worker.sequence import Phase, Sequence
->>>>>>> 83375b8 (wip)
 from moonpool.decode_worker.stream import TokenStream
 
 REMEMBERED = 8_192  # requests whose newest attempt is remembered after it ended

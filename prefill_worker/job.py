@@ -210,16 +210,9 @@ class Job:
         if not chunk.last:
             return None
         self.life.stamp(Instant.LAST_LAYER_COMPUTED, time.monotonic())
-<<<<<<< HEAD
-        request = self.job.attempt.request
-        state = SamplerState(request.sampling, request.prompt, self.job.attempt.emitted)
-        state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
-        return sample(logits, [state], self._engine.eos_ids)[0]
-=======
         for state in states:
             state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         return tuple(sample(logits.expand(len(states), -1), states, self._engine.eos_ids))
->>>>>>> 83375b8 (wip)
 
     def _states(self) -> list[SamplerState]:
         """What the first ids depend on beside the logits, which the attempt and its siblings share."""
