@@ -8,7 +8,7 @@ TINY_IDS = 128
 TINY_CONTEXT = 1024
 
 
-def make_tiny_model(folder: Path) -> Path:
+def make_tiny_model(folder: Path, ids: int = TINY_IDS) -> Path:
     """A random Llama: 2 layers, 4 query and 2 KV heads of 16, 128 ids, context 1,024. No end-of-sequence id."""
     import torch
     from tokenizers import Tokenizer, decoders
@@ -17,7 +17,7 @@ def make_tiny_model(folder: Path) -> Path:
 
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=TINY_IDS,
+        vocab_size=ids,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -30,7 +30,7 @@ def make_tiny_model(folder: Path) -> Path:
         initializer_range=0.2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(TINY_IDS)}, unk_token="w0"))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(ids)}, unk_token="w0"))
     words.decoder = decoders.ByteLevel()  # the gateway serves tokenizers whose decoders go byte by byte
     words.save(str(folder / "tokenizer.json"))
     return folder

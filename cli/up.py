@@ -34,7 +34,7 @@ def up(
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Start a cluster, on this machine or in a Ray cluster (cluster.ray_address), and keep it until Ctrl-C (--detach: `down`)."""
+    """Start a cluster, here or in Ray (cluster.ray_address), and keep it until Ctrl-C (or, detached, `moonpool down`)."""
     import asyncio
 
     from moonpool.cluster.launch.state import StateDir
@@ -143,11 +143,15 @@ def _announce(config: Config, url: str, members: list[Member], detached: bool, l
     if links:
         for member in members:
             say(f"  {member.id:<12} metrics http://{member.details['probe']}/metrics")
+    if not url:
+        say(f"\nworkers of {config.model_name} are up; gateways and conductors elsewhere serve with them\n")
+        return
     for link in (*links, f"metrics of the gateway: {url}/metrics"):
         say(f"  {link}")
     message = '{"role": "user", "content": "Hello"}'
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
-    say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{'' if detached else '  (Ctrl-C stops it)'}\n")
+    stops = "" if detached else "  (`ray job stop` stops it)" if links else "  (Ctrl-C stops it)"
+    say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{stops}\n")
     security = config.security
     authority = Path(security.https_cert).parent / "ca.pem"  # as `moonpool certs make` lays them
     trust = f" --cacert {authority}" if security.https_cert and authority.exists() else ""

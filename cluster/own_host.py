@@ -29,7 +29,7 @@ def on_this_host(config: Config) -> Config:
 
 
 def address_towards(registry: str) -> str:
-    """This host's address on the way to ``registry`` (host:port, or etcd's). Nothing is sent. ConfigError where none leads there."""
+    """This host's address on the way to ``registry`` (host:port, or etcd's). Nothing is sent. ConfigError: there is none."""
     where = EtcdAddress.parse(registry).endpoints[0] if is_etcd(registry) else registry
     host, _, port = where.rpartition(":")
     try:

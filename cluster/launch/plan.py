@@ -43,9 +43,7 @@ def patience_s(config: Config) -> float:
     return END_S + sum(max(end_s(config, role) for role in roles) for roles in ENDS)
 
 
-def plan(
-    config: Config, *, registry: str, model_dir: Path, pools: Mapping[NodeId, int] | None = None
-) -> list[list[RoleSpec]]:
+def plan(config: Config, *, registry: str, model_dir: Path, pools: Mapping[NodeId, int] | None = None) -> list[list[RoleSpec]]:
     """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0.
 
     ``model_dir`` is that of [model]; the paths of further models are local directories (``models.with_local_models``).

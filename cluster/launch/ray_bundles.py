@@ -13,6 +13,7 @@ from moonpool.core.ids import Role
 CPUS = {Role.STORE: 0.1, Role.PREFILL: 0.4, Role.DECODE: 0.4, Role.BOTH: 1.0, Role.CONDUCTOR: 0.1, Role.GATEWAY: 0.1}
 COMPUTING = (Role.PREFILL, Role.DECODE, Role.BOTH)
 OWN_SETTING = {"CPU": "cluster.ray_cpus", "GPU": "cluster.ray_gpus_per_worker"}
+OWN_LABEL = "ray.io/node-id"  # of every node, and of no use to anybody who chooses
 DIGITS = 3  # Ray counts ten-thousandths
 
 
@@ -41,7 +42,9 @@ def bundle(config: Config, node: NodeConfig) -> dict[str, float]:
     """Everything that the processes of one node id claim. ConfigError where a resource has a setting of its own."""
     for name, setting in OWN_SETTING.items():
         if name in node.resources:
-            raise ConfigError(f"cluster.nodes: {node.name!r} has resources.{name}; set {setting} instead", param="cluster.nodes")
+            raise ConfigError(
+                f"cluster.nodes: {node.name!r} has resources.{name}; set {setting} instead", param="cluster.nodes"
+            )
     counts = {role: 1 if role is Role.STORE else int(getattr(node, role.value)) for role in Role}
     claims = {
         "CPU": sum(cpus(config, role) * count for role, count in counts.items()),
@@ -84,8 +87,10 @@ def short_of_cpus(config: Config, cpus: float) -> str:
 def _no_labels(config: Config, nodes: Sequence[RayNode]) -> str:
     for node in config.cluster.nodes:
         if not any(one.has(node.labels) for one in nodes):
-            known = sorted({f"{k}={v}" for one in nodes for k, v in one.labels.items() if not k.startswith("ray.io/node-id")})
-            return f"node {node.name!r} wants labels {_in_words(node.labels)}, and no Ray node has them (there are {', '.join(known) or 'none'})"
+            known = sorted({f"{k}={v}" for one in nodes for k, v in one.labels.items() if k != OWN_LABEL})
+            wanted = ", ".join(f"{name}={value}" for name, value in node.labels.items())
+            there = ", ".join(known) or "none"
+            return f"node {node.name!r} wants labels {wanted}, and no Ray node has them (there are {there})"
     return ""
 
 
@@ -93,10 +98,11 @@ def _too_big(config: Config, nodes: Sequence[RayNode]) -> str:
     """One node id is always on one Ray node."""
     for node in config.cluster.nodes:
         fitting = [one for one in nodes if one.has(node.labels)]
+        like_that = "like that " if node.labels else ""
         for name, amount in bundle(config, node).items():
             most = max(one.total.get(name, 0.0) for one in fitting)
             if amount > most:
-                return f"node {node.name!r} needs {amount:g} {name}, no Ray node {'like that ' if node.labels else ''}has more than {most:g}"
+                return f"node {node.name!r} needs {amount:g} {name}, no Ray node {like_that}has more than {most:g}"
     return ""
 
 
@@ -128,8 +134,4 @@ def _too_few_nodes(config: Config, nodes: Sequence[RayNode]) -> str:
 
 
 def _operator(wanted: str) -> bool:
-    return wanted.startswith("!") or wanted.startswith("in(")
-
-
-def _in_words(labels: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in labels.items())
+    return wanted.startswith(("!", "in("))

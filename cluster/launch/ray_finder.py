@@ -30,9 +30,9 @@ def stop(config: Config, say: Say) -> None:
     with _joined(config) as session:
         cluster = _asked(config)
         if not cluster.job or not session.dashboard:
+            why = "no Ray job" if not cluster.job else "and this Ray has no dashboard to ask"
             raise ConfigError(
-                f"cluster.name: {config.cluster.name!r} is kept by {cluster.supervisor}, "
-                f"{'no Ray job' if not cluster.job else 'and this Ray has no dashboard to ask'}; stop it there (SIGTERM, Ctrl-C)",
+                f"cluster.name: {config.cluster.name!r} is kept by {cluster.supervisor}, {why}; stop it there (SIGTERM, Ctrl-C)",
                 param="cluster.name",
             )
         say(f"stopping Ray job {cluster.job}")
@@ -49,7 +49,7 @@ def stop(config: Config, say: Say) -> None:
 def _joined(config: Config) -> Iterator[Session]:
     import ray
 
-    session = join(config, namespace="")
+    session = join(config)
     try:
         yield session
     finally:

@@ -22,7 +22,17 @@ from moonpool.cluster.launch.plan import ends, patience_s
 from moonpool.cluster.launch.ray_actor import Cluster, RoleActor
 from moonpool.cluster.launch.ray_bundles import cpus, gpus, short_of_cpus
 from moonpool.cluster.launch.ray_room import Room
-from moonpool.cluster.launch.ray_session import JOB_STOP_WAIT, LOCAL, Session, job_id, join, last_line, resolved, start_own, stop_wait_s
+from moonpool.cluster.launch.ray_session import (
+    JOB_STOP_WAIT,
+    LOCAL,
+    Session,
+    job_id,
+    join,
+    last_line,
+    resolved,
+    start_own,
+    stop_wait_s,
+)
 from moonpool.cluster.launch.state import StateDir
 from moonpool.cluster.own_host import with_own_host
 from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Make, Say
@@ -105,16 +115,22 @@ class RayLauncher:
             ray.kill(actor, no_restart=True)
         if self._room:
             self._room.leave()
+        if not self._own:
+            await self._gone()
         await asyncio.to_thread(ray.shutdown)
         self._state.drop_scratch()
+
+    async def _gone(self) -> None:
+        """Their Ray nodes are about to end the processes: those of this machine are waited for."""
+        until = asyncio.get_running_loop().time() + FREE_S
+        while self._state.recorded() and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110  nobody tells
+            await asyncio.sleep(RETRY_S)
 
     # Ray
 
     async def _start_own(self) -> Session:
         if missing := short_of_cpus(self._config, self._cpus):
-            raise ConfigError(
-                f"cluster.nodes: {missing}; run fewer of them, or use --launcher process", param="cluster.nodes"
-            )
+            raise ConfigError(f"cluster.nodes: {missing}; run fewer of them, or use --launcher process", param="cluster.nodes")
         self._say("starting Ray")
         # Short: the paths of Ray's sockets lie below it and may not pass 107 bytes.
         self._scratch = Path(tempfile.mkdtemp(prefix="mp-ray-", dir="/tmp"))
@@ -150,7 +166,7 @@ class RayLauncher:
         while taken := [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == name]:
             if asyncio.get_running_loop().time() > until:
                 raise ConfigError(
-                    f"cluster.name: {name!r} runs in this Ray already ({', '.join(sorted(taken))}); stop it, or give another --name",
+                    f"cluster.name: {name!r} runs in this Ray already ({', '.join(sorted(taken))}); stop it, or give another",
                     param="cluster.name",
                 )
             await asyncio.sleep(RETRY_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moonpool import __version__
 from moonpool.cluster.launch.host import Host
@@ -71,7 +71,7 @@ class Room:
 
         ask = ray.remote(_say_host).options(num_cpus=0, max_retries=3, scheduling_strategy=self.on(node))
         try:
-            version, host = await resolved(ask.remote(str(regions)))
+            version, host = cast("tuple[str, Host]", await resolved(ask.remote(str(regions))))
         except RayError as e:
             raise ConfigError(
                 f"cluster.ray_address: node {node!r}: its Ray node cannot run this package ({last_line(e)}); "
@@ -102,9 +102,7 @@ def _say_host(regions: str) -> tuple[str, Host]:
 def _nodes() -> Sequence[RayNode]:
     import ray
 
-    return [
-        RayNode(str(n["NodeManagerAddress"]), n["Resources"], n.get("Labels") or {}) for n in ray.nodes() if n["Alive"]
-    ]
+    return [RayNode(str(n["NodeManagerAddress"]), n["Resources"], n.get("Labels") or {}) for n in ray.nodes() if n["Alive"]]
 
 
 def _free() -> dict[str, float]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moonpool.cluster.models import JOB_CONFIG
-from moonpool.cluster.own_host import LOOPBACK, with_own_host
+from moonpool.cluster.own_host import AUTO, LOOPBACK, with_own_host
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 
@@ -19,6 +20,9 @@ CLIENT = "ray://"
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: no token and no KV goes through it
 JOB_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 JOB_STOP_WAIT_S = 3.0  # Ray's own
+TRIES = "RAY_NUM_REDIS_GET_RETRIES"  # of Ray, to connect
+CONNECT_S = 5.0
+START_FIX = f"start it (`ray start --head`), give the head's host:port, or set cluster.ray_address = {LOCAL}"
 TOKEN_FIX = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
 
 
@@ -71,8 +75,11 @@ def start_own(config: Config, scratch: Path, cpus: float) -> Session:
     return Session(host, "")
 
 
-def join(config: Config, *, namespace: str) -> Session:
-    """Joins the Ray cluster that ``cluster.ray_address`` names. Blocks. ConfigError names what is wrong and the fix."""
+def join(config: Config, *, namespace: str | None = None) -> Session:
+    """Joins the Ray cluster that ``cluster.ray_address`` names. Blocks. ConfigError names what is wrong and the fix.
+
+    ``namespace``: of the actors it makes; None: of its own.
+    """
     address = config.cluster.ray_address
     if address.startswith(CLIENT):
         raise ConfigError(
@@ -80,21 +87,46 @@ def join(config: Config, *, namespace: str) -> Session:
             "host:port, or submit a job (`ray job submit -- moonpool up ...`) with cluster.ray_address = auto",
             param="cluster.ray_address",
         )
+    _require_listener(address)
+    os.environ.setdefault(TRIES, "5")  # a second each; something listens there
     import ray
-    from ray.exceptions import AuthenticationError
 
     _quiet()
     try:
         context = ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
-    except AuthenticationError as e:
-        raise ConfigError(f"cluster.ray_address: Ray at {address} refuses: {_first_line(e)}; {TOKEN_FIX}", param="RAY_AUTH_TOKEN") from e
-    except (ConnectionError, RuntimeError, ValueError) as e:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as e:
+        if _refuses_token(e):
+            raise ConfigError(
+                f"cluster.ray_address: Ray at {address} refuses the token of this process, or asks for one; {TOKEN_FIX}",
+                param="cluster.ray_address",
+            ) from e
         raise ConfigError(
-            f"cluster.ray_address: cannot join Ray at {address}: {_first_line(e)}; start it (`ray start --head`), give its "
-            f"host:port, or set cluster.ray_address = {LOCAL}; where it asks for a token, {TOKEN_FIX}",
-            param="cluster.ray_address",
+            f"cluster.ray_address: cannot join Ray at {address}: {_first_line(e)}; {START_FIX}", param="cluster.ray_address"
         ) from e
     return Session(ray.util.get_node_ip_address(), context.dashboard_url or "")
+
+
+def _require_listener(address: str) -> None:
+    """ConfigError, soon, where nobody answers: Ray itself would try for minutes."""
+    where = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
+    if not where or where == AUTO:
+        return  # Ray looks for one on this machine
+    host, _, port = where.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as e:
+        raise ConfigError(
+            f"cluster.ray_address: cannot reach Ray at {where}: {e}; {START_FIX}", param="cluster.ray_address"
+        ) from e
+
+
+def _refuses_token(error: BaseException) -> bool:
+    one: BaseException | None = error
+    while one is not None:
+        if "Unauthenticated" in str(one) or "authentication token" in str(one).lower():
+            return True
+        one = one.__cause__ or one.__context__
+    return False
 
 
 def _quiet() -> None:

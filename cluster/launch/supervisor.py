@@ -102,11 +102,12 @@ class Supervisor:
             for spec in stage:
                 await self._launcher.start(spec)
             await self._or_failure(self._stage_live(peers, stage))
-        gateway = peers.live(Role.GATEWAY)[0]
-        self.url = gateway.details.get("url", f"http://{_reachable(self._config.gateway.host)}:{self._config.gateway.port}")
-        await self._or_failure(_wait_ready(self.url, security.https_cert, READY_S))
+        if any(node.gateway for node in cluster.nodes):
+            gateway = peers.live(Role.GATEWAY)[0]
+            self.url = gateway.details.get("url", f"http://{_reachable(self._config.gateway.host)}:{self._config.gateway.port}")
+            await self._or_failure(_wait_ready(self.url, security.https_cert, READY_S))
+            peers.subscribe(lambda change: self._heard(change, gateway.id))
         self._state.write(replace(state, phase="ready", url=self.url))
-        peers.subscribe(lambda change: self._heard(change, gateway.id))
         self._starting = False
         self._say(f"ready after {time.monotonic() - began:.1f} s")
         return [c.member for c in peers.everybody() if c.liveness is Liveness.LIVE]

@@ -110,7 +110,9 @@ def hosts(tmp_path: Path) -> Iterator[tuple[HostLike, HostLike]]:
         a, b = spaces
         steps = f"netns add {a}\nnetns add {b}\nlink add {a} netns {a} type veth peer name {b} netns {b}\n"
         for space, address in ((a, ALPHA), (b, BETA)):
-            steps += f"-n {space} addr add {address}/24 dev {space}\n-n {space} link set {space} up\n-n {space} link set lo up\n"
+            steps += (
+                f"-n {space} addr add {address}/24 dev {space}\n-n {space} link set {space} up\n-n {space} link set lo up\n"
+            )
         done = [subprocess.run(["ip", *s.split()], capture_output=True, text=True, check=False) for s in steps.splitlines()]
         apart = not any(one.returncode for one in done)
     made = [
@@ -196,7 +198,7 @@ def test_two_hosts_serve_by_their_units_restart_and_stop_in_order(
     for host in hosts:
         for instance in here[host.name][1:]:
             host.start(instance)
-    members = until("everybody", hosts, lambda: (found := shown()) if set(shown()) == names else None)
+    members = until("everybody", hosts, lambda: everybody if set(everybody := shown()) == names else None)
     assert {m["address"].rpartition(":")[0] for m in members.values()} == {alpha.address, beta.address}
     url = members["gateway-beta"]["details"]["url"]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -215,13 +217,20 @@ def test_two_hosts_serve_by_their_units_restart_and_stop_in_order(
         assert asked.result().returncode == 0, asked.result().stderr
 
     clean = lines("Service", "SuccessExitStatus")[0].split()
-    for host, instances in ((beta, ["gateway", "conductor", "decode"]), (alpha, ["prefill"]), (alpha, ["store"]), (beta, ["store"])):
+    for host, instances in (
+        (beta, ["gateway", "conductor", "decode"]),
+        (alpha, ["prefill"]),
+        (alpha, ["store"]),
+        (beta, ["store"]),
+    ):
         for instance in instances:
             host.units[instance].send_signal(signal.SIGTERM)
         for instance in instances:
             code = host.units[instance].wait(60)
             assert str(code) in clean, (instance, code, host.journal())
-    assert not list(Path("/dev/shm").glob("moonpool+moonpool+alpha+*")) + list(Path("/dev/shm").glob("moonpool+moonpool+beta+*"))
+    assert not list(Path("/dev/shm").glob("moonpool+moonpool+alpha+*")) + list(
+        Path("/dev/shm").glob("moonpool+moonpool+beta+*")
+    )
 
 
 def test_units_outlast_every_drain_and_start_anew_what_asks_for_it() -> None:
@@ -232,8 +241,18 @@ def test_units_outlast_every_drain_and_start_anew_what_asks_for_it() -> None:
     assert clean == {EXIT_RESTART, 128 + signal.SIGTERM}
     assert lines("Service", "RestartForceExitStatus") == [str(EXIT_RESTART)]
     assert not clean & {EXIT_FENCED, EXIT_STUCK}, "restarted, being failures"
-    hiding = ("PrivateDevices", "ProtectClock", "PrivateUsers", "PrivatePIDs", "PrivateIPC", "MemoryDenyWriteExecute", "DynamicUser")
-    assert not [key for key in hiding if lines("Service", key)], "GPUs, pidfds, region files and compiled kernels need these off"
+    hiding = (
+        "PrivateDevices",
+        "ProtectClock",
+        "PrivateUsers",
+        "PrivatePIDs",
+        "PrivateIPC",
+        "MemoryDenyWriteExecute",
+        "DynamicUser",
+    )
+    assert not [key for key in hiding if lines("Service", key)], (
+        "GPUs, pidfds, region files and compiled kernels need these off"
+    )
 
 
 def test_the_units_verify_in_systemd(tmp_path: Path) -> None:
@@ -244,7 +263,9 @@ def test_the_units_verify_in_systemd(tmp_path: Path) -> None:
             shutil.copytree(file, tmp_path / file.name)
         elif file.suffix in (".service", ".target"):
             text = file.read_text().replace("/opt/moonpool/bin/moonpool", sys.executable)
-            (tmp_path / file.name).write_text(text.replace("User=moonpool", "User=root").replace("Group=moonpool", "Group=root"))
+            (tmp_path / file.name).write_text(
+                text.replace("User=moonpool", "User=root").replace("Group=moonpool", "Group=root")
+            )
     for instance in ("store", "prefill"):
         shutil.copy(tmp_path / "moonpool@.service", tmp_path / f"moonpool@{instance}.service")
     units = [str(tmp_path / f"moonpool@{instance}.service") for instance in ("store", "prefill")]

@@ -38,7 +38,7 @@ def _end_with_parent() -> None:
 
 
 class RayCluster:
-    """``start`` the head, ``add`` nodes. Use as a context manager: what it started is ended by process id, never by ``ray stop``.
+    """``start`` the head, ``add`` nodes. Use as a context manager: nothing ends it but ``__exit__``, by process id.
 
     Every node has the label ``room=NAME``.
     """
@@ -81,7 +81,7 @@ class RayCluster:
             "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self.dashboard_port}",
             f"--dashboard-agent-listen-port={free_port()}",
-            "--ray-client-server-port=0",
+            f"--ray-client-server-port={free_port()}",
         )
 
     def add(self, room: str, *, cpus: int, host: str = SECOND) -> None:
