@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from moonpool.cluster.etcd.address import registry_of
+from moonpool.cluster.etcd.address import is_etcd, registry_of
 from moonpool.core.config import Config, ModelConfig, NodeConfig, SchedulerConfig, SecurityConfig
 from moonpool.core.errors import ConfigError, InvalidRequest
 from moonpool.core.ids import checked_name
@@ -303,13 +303,15 @@ def _check_roles(config: Config) -> None:
                 "it to gateway.models", param="cluster.nodes",
             )  # fmt: skip
     groups = dict.fromkeys(node.model or config.model_name for node in nodes)
+    elsewhere = is_etcd(config.cluster.registry)  # gateways and conductors may have been started by others
     for model in groups:
-        _check_group(model, [n for n in nodes if model == (n.model or config.model_name)], alone=len(groups) == 1)
-    if not sum(node.gateway for node in nodes):
+        mine = [n for n in nodes if model == (n.model or config.model_name)]
+        _check_group(model, mine, alone=len(groups) == 1, elsewhere=elsewhere)
+    if not elsewhere and not sum(node.gateway for node in nodes):
         raise ConfigError("cluster.nodes: no gateway; give one node gateway = 1", param="cluster.nodes")
 
 
-def _check_group(model: str, nodes: list[NodeConfig], *, alone: bool) -> None:
+def _check_group(model: str, nodes: list[NodeConfig], *, alone: bool, elsewhere: bool) -> None:
     whose = "" if alone else f" of model {model!r}"
     counts = {role: sum(getattr(n, role) for n in nodes) for role in ("prefill", "decode", "both", "conductor")}
     if not counts["both"] and not (counts["prefill"] and counts["decode"]):
@@ -318,5 +320,5 @@ def _check_group(model: str, nodes: list[NodeConfig], *, alone: bool) -> None:
             "give at least one prefill and one decode worker, or one `both`",
             param="cluster.nodes",
         )
-    if not counts["conductor"]:
+    if not elsewhere and not counts["conductor"]:
         raise ConfigError(f"cluster.nodes: no conductor{whose}; give one node conductor = 1", param="cluster.nodes")

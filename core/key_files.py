@@ -42,7 +42,7 @@ def keep_key(path: Path, key: bytes, param: str) -> None:
 
 
 def require_private(path: Path, param: str) -> None:
-    """ConfigError where others than its owner may read or write the file (a group may read what is not ours: mounted secrets)."""
+    """ConfigError where others than its owner may read or write the file; its group may read what is not ours: a mount."""
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)
     if mode & (OTHERS if found.st_uid == os.geteuid() else OTHERS & ~stat.S_IRGRP):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -22,6 +23,13 @@ CHART = HOUSE / "deploy/helm/moonpool"
 SCHEMA = CHART / "values.schema.json"
 KUBERAY = HOUSE / "deploy/kuberay/moonpool.yaml"
 RELEASE, NAMESPACE = "moonpool", "moonpool"
+KUBERAY_HEAD = """\
+# Moonpool on KubeRay without Helm: written by scripts/chart.py from the chart and its values-kuberay.yaml.
+#   kubectl create namespace moonpool
+#   kubectl -n moonpool create secret generic moonpool-keys --from-file=hash.key
+#   kubectl -n moonpool apply -f deploy/kuberay/moonpool.yaml
+# Change before: images, etcd's address (ConfigMap), the claim `models`, sizes. deploy/kuberay/README.md says more.
+"""
 
 # Settings that the chart makes from values of its own (templates/_config.tpl).
 MADE = {
@@ -105,8 +113,8 @@ def render(values: dict[str, Any], release: str = RELEASE) -> dict[str, str]:
     return {name.removeprefix("moonpool/templates/"): text for name, text in sorted(made.items())}
 
 
-def manifests(made: dict[str, str]) -> str:
-    """One YAML file: what `helm template` prints, without tests and notes."""
+def manifests(made: dict[str, str], *, whole: bool = True) -> str:
+    """One YAML file: what `helm template` prints, without tests and notes. Not ``whole``: without what other files hold."""
     parts = []
     for name, text in made.items():
         if name.startswith("tests/") or not name.endswith(".yaml"):
@@ -114,12 +122,23 @@ def manifests(made: dict[str, str]) -> str:
         for one in re.split(r"^---\n", text, flags=re.MULTILINE):
             if any(line and not line.startswith("#") for line in one.splitlines()):
                 lines = [line.rstrip() for line in one.splitlines() if line.strip()]
+                if not whole and name == "monitoring.yaml":
+                    lines = _without_files(lines)
                 parts.append("\n".join(("---", f"# Source: {name}", *lines, "")))
     return "".join(parts)
 
 
+def _without_files(lines: list[str]) -> list[str]:
+    """Alerts and dashboards are files of deploy/, which change by themselves."""
+    kind = next(line for line in lines if line.startswith("kind: "))
+    cut = {"kind: PrometheusRule": "spec:", "kind: ConfigMap": "data:"}.get(kind)
+    return lines if cut is None else [*lines[: lines.index(cut)], f"{cut} {{}}"]
+
+
 def main() -> int:
     texts = {SCHEMA: schema_text()}
+    if importlib.util.find_spec("helm_python"):
+        texts[KUBERAY] = KUBERAY_HEAD + manifests(render(values_of("values-kuberay.yaml")))
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv[1:]:
         for path in stale:

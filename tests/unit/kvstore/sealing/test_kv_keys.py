@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +37,22 @@ def test_nothing_is_made_where_kv_bytes_are_not_encrypted(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_others_may_read_or_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_others_may_read_or_of_another_size_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "kv.key"
     path.write_bytes(bytes(32))
     path.chmod(0o640)
     with pytest.raises(ConfigError, match=rf"security.kv_key_file: {path} has mode 0640"):
         kv_keys(config(tmp_path), tmp_path)
+    other = os.geteuid() + 1
+    with monkeypatch.context() as patched:  # a mounted secret is root's, and its group's to read
+        patched.setattr(os, "geteuid", lambda: other)
+        path.chmod(0o440)
+        assert kv_keys(config(tmp_path), tmp_path) is not None
+        path.chmod(0o460)
+        with pytest.raises(ConfigError, match="mode 0460"):
+            kv_keys(config(tmp_path), tmp_path)
     path.chmod(0o600)
     path.write_bytes(bytes(31))
     with pytest.raises(ConfigError, match="holds 31 bytes, 32 needed"):
