@@ -143,6 +143,9 @@ class DecodeWorker:
             self._steps.add(sequences[0], sequences[1:])
         except Busy as e:
             raise Busy(f"{self._member.id}: {e.message}", peer=self._member.id) from e
+        guide = attempt.request.sampling.guide
+        if guide is not None and not self._engine.guides.knows(guide):  # compiled by the time that its first id is drawn
+            asyncio.get_running_loop().run_in_executor(None, self._engine.guides.warm, guide)
         members = [Live(sequence.attempt, placement, stream, sequence) for sequence in sequences]
         for live in members:
             live.life.stamp(Instant.ADMITTED, time.monotonic())

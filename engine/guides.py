@@ -8,6 +8,7 @@ and states of answers under way are kept, in bounded numbers, and made again whe
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import json
 import threading
@@ -78,6 +79,7 @@ class Guides:
         self._eos = sorted(eos_ids)
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
+        self._reading = threading.Lock()  # of states: a matcher serves one thread at a time
         self._grammars: _Kept[Guide, LLMatcher] = _Kept(GRAMMARS)
         self._states: _Kept[tuple[Guide, bytes], _State] = _Kept(STATES)
 
@@ -92,6 +94,11 @@ class Guides:
         """
         self._grammar(guide)
 
+    def warm(self, guide: Guide) -> None:
+        """As ``prepare``, for a thread beside: what is wrong is told where the guide is used."""
+        with contextlib.suppress(InvalidRequest):
+            self.prepare(guide)
+
     def allowed_by(self, params: SamplingParams, outputs: Sequence[int]) -> NDArray[np.bool_] | None:
         """As ``allowed``; None where there is no guide."""
         return None if params.guide is None else self.allowed(params.guide, outputs)
@@ -102,20 +109,21 @@ class Guides:
         InvalidRequest where the guide is none, ``outputs`` have left it, or going on takes more than its limits.
         """
         raw = array.array("I", outputs).tobytes()
-        key = guide, _digest(raw)
-        state = self._states.get(key)
-        if state is None:
-            state = self._next(guide, raw, outputs)
-            self._states.put(key, state)
-        if state.mask is None:
-            state.mask = self._mask(state)
-        return state.mask
+        key, grammar = (guide, _digest(raw)), self._grammar(guide)
+        with self._reading:
+            state = self._states.get(key)
+            if state is None:
+                state = self._next(guide, grammar, raw, outputs)
+                self._states.put(key, state)
+            if state.mask is None:
+                state.mask = self._mask(state)
+            return state.mask
 
-    def _next(self, guide: Guide, raw: bytes, outputs: Sequence[int]) -> _State:
+    def _next(self, guide: Guide, grammar: LLMatcher, raw: bytes, outputs: Sequence[int]) -> _State:
         """The state of the ids but one, moved on by that one, or else all of them read anew."""
         state = self._states.take((guide, _digest(raw[:-_WORD]))) if outputs else None
         if state is None:
-            state = _State(self._grammar(guide).deep_copy())
+            state = _State(grammar.deep_copy())
             fresh = outputs
         else:
             fresh = outputs[-1:]

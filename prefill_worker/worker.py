@@ -149,6 +149,9 @@ class PrefillWorker:
             self._cancel(older, Failure(Reason.CANCELLED, f"attempt {attempt.number} replaces this one"))
         self._newest[request] = attempt.number
         self._jobs[work.key] = work
+        guide = attempt.request.sampling.guide
+        if guide is not None and not self._engine.guides.knows(guide):  # compiled by the time that its prompt is computed
+            asyncio.get_running_loop().run_in_executor(None, self._engine.guides.warm, guide)
         self._counts["jobs"] += 1
         work.life.stamp(Instant.QUEUED, time.monotonic())
         work.life.facts["decode"] = job.decode.id

@@ -55,8 +55,8 @@ def chat(**fields: Any) -> ChatBody:
         ({"stream": False, "stream_options": {}}, "stream_options", "set stream to true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
         ({"logit_bias": {"50": 1}}, "logit_bias", "use {}"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
-        ({"tools": [{"type": "function"}]}, "tools", "use []"),
+        ({"response_format": {"type": "json"}}, "response_format.type", "'text'"),
+        ({"functions": [{"name": "f"}]}, "functions", "use []"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
         ({"zzz": 1}, "zzz", "leave it out"),
     ],
@@ -190,7 +190,7 @@ def test_text_parts_are_one_text_and_a_developer_is_a_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = chat(messages=[{"role": "developer", "content": parts}, {"role": "assistant", "content": None, "tool_calls": []}])
     assert body.messages[0].for_template() == {"role": "system", "content": "a\nb"}
-    assert body.messages[1].for_template() == {"role": "assistant", "content": "", "tool_calls": []}
+    assert body.messages[1].for_template() == {"role": "assistant", "content": ""}
 
 
 anything = st.recursive(
