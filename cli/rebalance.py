@@ -54,9 +54,7 @@ def _wanted(switches: list[str]) -> dict[str, str]:
     return found
 
 
-async def _rebalance(
-    registry: str, model: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool
-) -> int:
+async def _rebalance(registry: str, model: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool) -> int:
     from moonpool.cluster import survey
     from moonpool.core.errors import ConfigError
 

@@ -36,7 +36,9 @@ def usage(
     found = report(lines_of(file or _configured(config_file, settings)), groups)
     if as_json:
         rows = [{**dict(zip(found.by, names, strict=True)), **one.to_json()} for names, one in found.groups.items()]
-        print(json.dumps({"by": groups, "groups": rows, "total": found.total.to_json(), "unreadable": found.unreadable}, indent=2))
+        print(
+            json.dumps({"by": groups, "groups": rows, "total": found.total.to_json(), "unreadable": found.unreadable}, indent=2)
+        )
     else:
         _print(found)
 
@@ -50,7 +52,16 @@ def _configured(config_file: Path | None, settings: list[str] | None) -> Path:
     return Path(config.gateway.usage_log)
 
 
-_COLUMNS = ("requests", "answered", "refused", "prompt_tokens", "cached_tokens", "completion_tokens", "attempts", "mean_ttft_ms")
+_COLUMNS = (
+    "requests",
+    "answered",
+    "refused",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "attempts",
+    "mean_ttft_ms",
+)
 
 
 def _print(found: Report) -> None:

@@ -110,5 +110,3 @@ def _line(text: str) -> dict[str, Any] | None:
         and isinstance(line.get("ttft_ms", ""), int | float | None)
     )
     return line if good else None
-
-

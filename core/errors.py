@@ -164,9 +164,7 @@ class NoPath(Refused):
 
     reason = Reason.NO_PATH
 
-    def __init__(
-        self, message: str, *, retry_after_s: float, param: str | None = None, missing: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, param: str | None = None, missing: tuple[str, ...] = ()) -> None:
         super().__init__(message, retry_after_s=retry_after_s, param=param)
         self.missing = missing
 

@@ -18,7 +18,6 @@ from moonpool.cluster.gateway.served import Models, Served
 from moonpool.cluster.gateway.tenants.guard import caller_of
 from moonpool.core.errors import MoonpoolError
 
-
 ALL = "*"
 
 

@@ -47,7 +47,7 @@ class Prewarm:
         body = parse_chat(raw) if prompt.endpoint == "chat" else parse_completion(raw)
         caller = self._caller_of(prompt.tenant)
         model = self._models.find(body.model, caller)
-        while model.roster.missing():
+        while model.roster.missing():  # noqa: ASYNC110  membership tells many changes, and none of them is "there is a path"
             await asyncio.sleep(LOOK_S)
         lifetime = Lifetime()
         lifetime.stamp(Instant.ARRIVED, self._now())

@@ -36,9 +36,7 @@ class Served:
     intake: Intake
 
     @classmethod
-    async def load(
-        cls, config: Config, model_dir: Path, peers: Peers, streams: DecodeStreams, hash_key: bytes
-    ) -> Served:
+    async def load(cls, config: Config, model_dir: Path, peers: Peers, streams: DecodeStreams, hash_key: bytes) -> Served:
         """The model of ``config``'s [model]. ConfigError where its directory lacks what a gateway needs."""
         facts = read_facts(model_dir, max_context=config.model.max_context)
         prompts = await Prompts.load(model_dir, vocab_size=facts.vocab_size, tool_parser=config.model.tool_parser)

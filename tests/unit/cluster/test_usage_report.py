@@ -38,7 +38,9 @@ entries = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(entries, max_size=30), st.lists(st.sampled_from(("tenant", "model", "day")), min_size=1, max_size=3, unique=True))
+@given(
+    st.lists(entries, max_size=30), st.lists(st.sampled_from(("tenant", "model", "day")), min_size=1, max_size=3, unique=True)
+)
 def test_totals_are_what_counting_line_by_line_gives(lines: list[dict[str, Any]], by: list[str]) -> None:
     found = report(map(json.dumps, lines), by)
     assert found.total.requests == len(lines) == sum(one.requests for one in found.groups.values())

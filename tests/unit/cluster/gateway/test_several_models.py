@@ -107,7 +107,11 @@ async def test_hints_and_priority_in_the_body_reach_who_heeds_them_and_share_no_
         return both.decode.jobs[-1].attempt.request
 
     plain = await sent()
-    keyed, again, other = await sent(prompt_cache_key="app"), await sent(prompt_cache_key="app"), await sent(prompt_cache_key="b")
+    keyed, again, other = (
+        await sent(prompt_cache_key="app"),
+        await sent(prompt_cache_key="app"),
+        await sent(prompt_cache_key="b"),
+    )
     assert plain.kind == "" and keyed.kind == again.kind not in ("", other.kind)
     kept = await sent(prompt_cache_key="app", prompt_cache_retention="24h")
     assert kept.kind not in ("", keyed.kind)
