@@ -28,6 +28,7 @@ from moonpool.cli import (
     simulate,
     status,
     store,
+    top,
     up,
     usage,
     warm,
@@ -58,6 +59,7 @@ def build(choices: Choices) -> typer.Typer:
     app.command("up")(up.up)
     app.command("down")(down.down)
     app.command("status")(status.status)
+    app.command("top")(top.top)
     app.command("chat")(chat.chat)
     app.command("explain")(explain.explain)
     app.command("usage")(usage.usage)

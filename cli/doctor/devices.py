@@ -115,7 +115,7 @@ def ucx(config: Config) -> Iterator[Finding]:
         yield warn(f"UCX cannot be asked what it has: {ended.trouble}", REINSTALL_UCX)
     else:
         devices = os.environ.get("UCX_NET_DEVICES", config.transfer.ucx_net_devices)
-        yield from of_ucx(json.loads(ended.said), wanted, devices)
+        yield from of_ucx(json.loads(ended.said.splitlines()[-1]), wanted, devices)
     yield works("UCX through NIXL", TRY_UCX, REINSTALL_UCX)
 
 

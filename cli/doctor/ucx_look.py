@@ -91,7 +91,7 @@ def look(transports: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    os.environ["UCX_LOG_LEVEL"] = "fatal"  # its warnings would go to standard output
     for name in ("UCX_TLS", "UCX_NET_DEVICES"):
         os.environ.pop(name, None)  # they are asked about, not obeyed
     if not any(Path("/sys/class/infiniband").glob("*")):

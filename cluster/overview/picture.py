@@ -40,7 +40,7 @@ class MemberLine:
     model: str
     state: str  # live, silent, gone
     ready: bool
-    life: int
+    life: str  # a number too large for readers of JSON
     leads: int
     version: str
     note: str
@@ -223,7 +223,7 @@ def _member(answer: Answer) -> MemberLine:
         member.model,
         change.liveness.value,
         member.ready and live,
-        int(member.incarnation),
+        str(int(member.incarnation)),
         member.term if live else 0,
         member.version,
         answer.trouble or ("" if live else change.proof),

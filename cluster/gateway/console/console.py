@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +20,8 @@ from moonpool.core.membership import Liveness, Member, MemberChange, Peers
 
 CLUSTER_S, REQUESTS_S, REQUEST_S = 1.0, 0.5, 1.0  # how old answers may be
 FORGET_S = 600.0  # a member that is gone is shown for so long
-STALE_S = 15.0  # after so long without a console, rates begin anew
+OVER_S = 4.0  # rates are over about so long
+STALE_S = 15.0  # after so long without a console, they begin anew
 MOST_MEMBERS = 1_000  # asked and shown
 MOST_FLIGHTS, MOST_ENDED = 200, 100
 
@@ -32,7 +34,7 @@ class Console:
         self._now = asyncio.get_running_loop().time
         self._known: dict[MemberId, tuple[float, MemberChange]] = {}
         self._poller = Poller()
-        self._before: Look | None = None
+        self._looks: deque[Look] = deque(maxlen=16)
         lookup = Lookup(me, peers, endpoints, self._poller)
 
         async def request(name: str) -> bytes:
@@ -58,8 +60,8 @@ class Console:
         members, begun = self._members(), self._now()
         answers = await self._poller.look(members)
         look = Look(self._now(), tuple(answers))
-        fresh = self._before is not None and look.at - self._before.at < STALE_S
-        before, self._before = self._before if fresh else None, look
+        before = self._before(look)
+        self._looks.append(look)
         about = {
             "cluster": self._cluster,
             "gateway": self._me.id,
@@ -69,6 +71,14 @@ class Console:
             "at": time.time(),
         }
         return await asyncio.to_thread(_drawn, before, look, about)  # a large cluster makes a large page
+
+    def _before(self, look: Look) -> Look | None:
+        """The look that rates are taken from: the newest one that is old enough, else the oldest of this sitting."""
+        while self._looks and (
+            look.at - self._looks[0].at > STALE_S or (len(self._looks) > 1 and look.at - self._looks[1].at > OVER_S)
+        ):
+            self._looks.popleft()
+        return self._looks[0] if self._looks else None
 
     async def _requests(self) -> bytes:
         endpoints = self._endpoints

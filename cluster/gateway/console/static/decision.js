@@ -9,7 +9,7 @@ const PREFILL = [
   ["cached", "cached_tokens"], ["own blocks", "own_blocks"], ["host's blocks", "node_blocks"],
 ];
 const DECODE = [["worker", "worker"], ["between tokens", "tbt_ms"], ["batch", "batch"], ["context", "context_tokens"]];
-const SOURCES = { reuse: "s-pool", fetch: "s-remote", recompute: "s-computed" };
+const SOURCES = { reuse: "s-device", fetch: "s-remote", recompute: "s-computed" };
 
 export function decision(told) {
   if (told === null) return card("Decision", { key: "decision" }, h("p", { class: "empty" }, "No conductor remembers it: it was not placed yet, or is too old."));
@@ -40,7 +40,7 @@ function blocks(one) {
   const segments = one.placed?.segments ?? [];
   const whole = segments.reduce((sum, part) => sum + part.count, 0);
   if (!whole) return null;
-  const parts = segments.map((part, at) => ({ name: `${part.source}${part.node ? ` from ${part.node}` : ""}${at ? ` ${at + 1}` : ""}`, share: part.count / whole, kind: SOURCES[part.source] ?? "s-computed", text: `${count(part.count)} blocks` }));
+  const parts = segments.map((part, at) => ({ key: at, name: `${part.source}${part.node ? ` from ${part.node}` : ""}`, share: part.count / whole, kind: SOURCES[part.source] ?? "s-computed", text: `${count(part.count)} blocks` }));
   const moved = one.transfer?.source ? h("p", { class: "fine" }, `${count(one.transfer.blocks)} blocks come from ${one.transfer.source} in ${ms(one.transfer.ms)}, beside ${count(one.transfer.flows_under_way)} other flows.`) : null;
   return [bar(parts, "Blocks of the prompt"), legend(parts), moved];
 }

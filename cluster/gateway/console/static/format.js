@@ -29,6 +29,7 @@ export function byteRate(value) {
 
 export function rate(value, unit) {
   if (value === null) return "–";
+  if (value === 0) return unit ? `0 ${unit}` : "0";
   const number = value >= 100 ? plain.format(value) : value.toFixed(value >= 10 ? 0 : 1);
   return unit ? `${number} ${unit}` : number;
 }

@@ -32,7 +32,7 @@ export function bar(parts, label) {
     "div",
     { class: "bar", role: "img", "aria-label": `${label}: ${said.join(", ") || "nothing"}`, title: said.join(" · ") },
     parts.map((part) =>
-      h("span", { class: part.kind, key: part.name, style: { width: `${Math.max(0, Math.min(100, 100 * part.share)).toFixed(2)}%` } }),
+      h("span", { class: part.kind, key: part.key ?? part.name, style: { width: `${Math.max(0, Math.min(100, 100 * part.share)).toFixed(2)}%` } }),
     ),
   );
 }
@@ -41,7 +41,7 @@ export function legend(parts) {
   return h(
     "ul",
     { class: "legend" },
-    parts.map((part) => h("li", { key: part.name }, h("span", { class: `swatch ${part.kind}` }), part.name, " ", h("b", {}, part.text ?? percent(part.share)))),
+    parts.map((part) => h("li", { key: part.key ?? part.name }, h("span", { class: `swatch ${part.kind}` }), part.name, " ", h("b", {}, part.text ?? percent(part.share)))),
   );
 }
 

@@ -102,9 +102,9 @@ function axis(span) {
 function track(row, span, first, index) {
   const lanes = [];
   const placed = row.steps.map((step) => {
-    let lane = lanes.findIndex((end) => end <= step.begin_ms + span * 0.001);
+    let lane = lanes.findIndex((end) => end <= step.begin_ms + span * 0.002);
     if (lane < 0) lane = lanes.push(0) - 1;
-    lanes[lane] = Math.max(step.end_ms, step.begin_ms + span * 0.004);
+    lanes[lane] = step.end_ms;
     return [step, lane];
   });
   const label = [badge(row.role), h("b", {}, row.member), row.role === "gateway" ? null : h("small", {}, `attempt ${row.attempt}`)];
