@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle  # noqa: TID251  to write one; what reads it is the test itself
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import jsonschema
 import openai
 import psutil
 import pytest
@@ -57,6 +59,73 @@ async def test_the_openai_client_chats_and_streams_with_usage(cluster: LocalClus
             text += (part.choices[0].delta.content or "") if part.choices else ""
     assert text == answer.choices[0].message.content
     assert usage is not None and usage.total_tokens == answer.usage.total_tokens
+    cluster.assert_idle()
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 40}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def test_the_openai_client_has_tools_called_and_tells_their_results(cluster: LocalCluster) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
+    asked: dict[str, Any] = {"model": "smollm2", "temperature": 0, "max_tokens": 120, "tools": [WEATHER]}
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        one = {"tool_choice": "required", "parallel_tool_calls": False}
+        answer = (await client.chat.completions.create(messages=messages, **asked, **one)).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        (call,) = answer.message.tool_calls or []
+        assert set(json.loads(call.function.arguments)) == {"city", "unit"}  # type: ignore[union-attr]
+        name, arguments, finish = "", "", None
+        async for part in await client.chat.completions.create(messages=messages, stream=True, **asked, **one):
+            finish = part.choices[0].finish_reason or finish
+            for delta in part.choices[0].delta.tool_calls or []:
+                assert delta.function is not None and delta.index == 0
+                name += delta.function.name or ""
+                arguments += delta.function.arguments or ""
+        assert (finish, name, arguments) == ("tool_calls", "get_weather", call.function.arguments)  # type: ignore[union-attr]
+        messages += [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sunny"}]
+        last = (
+            await client.chat.completions.create(messages=messages, **{**asked, "tool_choice": "none", "max_tokens": 12})
+        ).choices[0]
+        assert last.finish_reason in ("stop", "length") and last.message.content and not last.message.tool_calls
+    cluster.assert_idle()
+
+
+async def test_the_openai_client_gets_json_of_its_schema_and_the_same_in_a_stream(cluster: LocalCluster) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    asked: dict[str, Any] = {
+        "model": "smollm2",
+        "temperature": 0,
+        "max_tokens": 60,
+        "messages": [{"role": "user", "content": "Alice is 30 years old. Give her name and age as JSON."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}},
+    }
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
+        answer = (await client.chat.completions.create(**asked)).choices[0]
+        assert answer.finish_reason == "stop"
+        jsonschema.validate(json.loads(answer.message.content or ""), schema)
+        parts = [part async for part in await client.chat.completions.create(**asked, stream=True)]
+        assert "".join(p.choices[0].delta.content or "" for p in parts) == answer.message.content
+        bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "format": "none"}}}
+        with pytest.raises(openai.BadRequestError, match=r"response_format\.json_schema\.schema: ") as refused:
+            await client.chat.completions.create(**{**asked, "response_format": bad})
+        assert refused.value.param == "response_format.json_schema.schema"
     cluster.assert_idle()
 
 
