@@ -67,7 +67,7 @@ class EndedLives:
         if self._traces is not None:
             self._traces.ended(role, request, attempt, life)
         if self._log_each and role in _WORDS:  # a gateway says more about a request than its instants
-            _log.info(_WORDS[role], request=request, attempt=attempt, **_in_words(life))
+            _log.info(_WORDS[role], request=request, attempt=attempt, **_in_words(role, life))
 
     def _histogram(self, role: Role) -> tuple[CollectorRegistry, Histogram]:
         part = part_of(role)
@@ -81,8 +81,8 @@ class EndedLives:
         return self._of[part]
 
 
-def _in_words(life: Lifetime) -> dict[str, str | int | float]:
-    """How it ended and how long it was here, beside its facts."""
+def _in_words(role: Role, life: Lifetime) -> dict[str, str | int | float]:
+    """Its facts, and how long it was here."""
     first, last = min(life.at.values(), default=0.0), max(life.at.values(), default=0.0)
-    end = next((i for i in (Instant.REFUSED, Instant.CANCELLED) if i in life.at), Instant.FINISHED)
-    return {"end": end.value, **life.facts, "seconds": round(last - first, 6)}
+    sealed = {"sealed": Instant.SEALED in life.at} if role is Role.STORE else {}
+    return {**life.facts, **sealed, "seconds": round(last - first, 6)}

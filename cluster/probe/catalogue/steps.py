@@ -54,7 +54,7 @@ STEPS: dict[Role, tuple[Step, ...]] = {
     ),
     Role.STORE: (
         Step("land", 7, (_I.LANDING_GRANTED,), _I.SEALED, "a landing, until every slice is verified"),
-        Step("hold", 10, (_I.SEALED,), _I.FINISHED, "until its reader is through"),
+        Step("hold", 10, (_I.SEALED, _I.CANCELLED), _I.FINISHED, "until its reader is through"),
     ),
 }
 

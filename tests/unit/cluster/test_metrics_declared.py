@@ -98,11 +98,12 @@ def test_the_page_of_metrics_lists_the_steps_of_each_part() -> None:
         assert told[role.value] == [step.name for step in steps]
 
 
-def test_pages_name_only_metrics_that_there_are() -> None:
+def test_pages_and_manifests_name_only_metrics_that_there_are() -> None:
     whole = {metric.full_name(part) for part, metric in metrics()} | series_names()
-    for page in (METRICS_PAGE, RUNBOOK):
-        named = {name.rstrip("_") for name in NAME.findall(page.read_text()) if not name.isupper()}
-        assert {name for name in named if name not in whole and not name.startswith("moonpool_PART")} == set(), page.name
+    parts = re.compile(rf"\bmoonpool_(?:{'|'.join(DECLARED)})_[a-z0-9_]*[a-z0-9]")
+    for path in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*")):
+        if path.is_file() and path.suffix in (".md", ".yaml", ".yml", ".json", ".tpl", ".txt"):
+            assert set(parts.findall(path.read_text(encoding="utf-8"))) <= whole, path.relative_to(ROOT)
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
