@@ -57,6 +57,13 @@ class BoundedFile:
             pass
         self._file = self._open()
 
+    def close(self) -> None:
+        with self._lock:
+            try:
+                self._file.close()
+            except OSError:
+                self.lost += 1
+
     def flush(self) -> None:
         with self._lock:
             try:
