@@ -19,7 +19,7 @@ async def whole(generation: Generation, shape: Shape) -> JSON:
     async with aclosing(generation.pieces()) as pieces:
         async for index, piece in pieces:
             choices[index].append(piece)
-    return shape.whole(choices, generation.usage)
+    return shape.whole([choices[index] for index in generation.best()], generation.usage)
 
 
 class Stream:

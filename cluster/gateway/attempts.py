@@ -18,6 +18,7 @@ import structlog
 from moonpool.cluster.gateway.conductors import Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.ledger import Ledger
+from moonpool.cluster.gateway.opening import Family, Opened, Opener
 from moonpool.core.errors import AttemptFailed, MoonpoolError, Reason, Refused
 from moonpool.core.lifetime import Instant, Lifetime, Try
 from moonpool.core.placement import Finished, Placement
@@ -83,12 +84,15 @@ class Attempts:
         streams: DecodeStreams,
         *,
         on_ended: Callable[[AttemptEnded], None] = _nobody,
+        family: Family | None = None,
     ) -> None:
-        """``on_ended`` hears of every attempt, on the event loop, before the next one is placed."""
+        """``on_ended`` hears of every attempt, on the event loop, before the next one is placed. ``family``: with whom it makes
+        them until it has an id."""
         self._ledger = ledger
         self._lifetime = lifetime
         self._conductors = conductors
-        self._streams = streams
+        self._opener = Opener(conductors, streams)
+        self._family = family
         self._on_ended = on_ended
         self._now = asyncio.get_running_loop().time
         self.stopped = False
@@ -100,6 +104,14 @@ class Attempts:
 
         Raises the error that ends the request: a refusal, a failure no further attempt may mend, DeadlinePassed.
         """
+        try:
+            async with aclosing(self._tries()) as tries:
+                async for emission in tries:
+                    yield emission
+        finally:
+            self._leave_family()
+
+    async def _tries(self) -> AsyncGenerator[Emission, None]:
         ledger = self._ledger
         while ledger.finish is None:
             ledger.next_attempt(self._now())
@@ -108,10 +120,10 @@ class Attempts:
             if ledger.emitted:
                 self.watch.resumed()
             try:
-                placement, conductor = await self._conductors.place(ledger.place_request(), deadline=ledger.deadline)
+                opened = await (self._family.open(ledger) if self._family is not None else self._open())
                 self._lifetime.stamp(Instant.PLACED, self._now())
-                one.facts |= {"prefill": placement.prefill.id, "decode": placement.decode.id}
-                trial = _Trial(self, placement, conductor, asked, one)
+                one.facts |= {"prefill": opened.placement.prefill.id, "decode": opened.placement.decode.id}
+                trial = _Trial(self, opened, asked, one)
                 async with aclosing(trial.emissions()) as accepted:
                     async for emission in accepted:
                         yield emission
@@ -126,6 +138,16 @@ class Attempts:
                 one.facts.setdefault("outcome", Reason.CANCELLED.value)
             if ledger.finish is None:
                 await self._pause()
+
+    async def _open(self) -> Opened:
+        (opened,) = await self._opener.open([self._ledger])
+        return opened
+
+    def _leave_family(self) -> None:
+        """It has an id, or is over."""
+        if self._family is not None:
+            self._family.leave(self._ledger)
+            self._family = None
 
     def _not_answered(self, one: Try, error: Refused | AttemptFailed) -> None:
         peer = error.peer if isinstance(error, AttemptFailed) else None
@@ -148,11 +170,11 @@ class Attempts:
 class _Trial:
     """One attempt: what was measured in it, and its report to the conductor that placed it."""
 
-    def __init__(self, of: Attempts, placement: Placement, conductor: str, asked: float, one: Try) -> None:
+    def __init__(self, of: Attempts, opened: Opened, asked: float, one: Try) -> None:
         self._of = of
         self._ledger = of._ledger
-        self._placement = placement
-        self._conductor = conductor
+        self._opened = opened
+        self._placement = opened.placement
         self._asked = asked
         self._placed = of._now()
         self._before = len(of.arrivals)  # ids of earlier attempts
@@ -162,10 +184,10 @@ class _Trial:
     async def emissions(self) -> AsyncGenerator[Emission, None]:
         outcome = Reason.CANCELLED.value
         try:
-            stream = self._of._streams.to(self._placement.decode)
-            attempt = self._ledger.attempt(self._of._now())
-            async with aclosing(stream.run(attempt, self._placement)) as run:
-                self._of._lifetime.stamp(Instant.ADMITTED, self._of._now())
+            if isinstance(self._opened.line, MoonpoolError):
+                raise self._opened.line
+            self._of._lifetime.stamp(Instant.ADMITTED, self._of._now())
+            async with aclosing(self._opened.line.emissions()) as run:
                 async for emission in self._until_deadline(run):
                     if self._ledger.accept(emission):
                         self._note(emission)
@@ -194,6 +216,8 @@ class _Trial:
             yield emission
 
     def _tell(self, error: MoonpoolError | None) -> None:
+        if not self._opened.first and len(self._of.arrivals) == self._before:
+            return  # the first choice of the prompt speaks for all
         if error is not None:
             self._of.watch.failed(error.reason)
         peer = error.peer or "" if isinstance(error, AttemptFailed) else ""
@@ -201,6 +225,8 @@ class _Trial:
 
     def _note(self, emission: Emission) -> None:
         now, arrivals = self._of._now(), self._of.arrivals
+        if emission.sampled is not None or emission.finish is not None:
+            self._of._leave_family()
         if emission.sampled is not None:
             self._of._lifetime.stamp(Instant.FIRST_TOKEN, now)
             if arrivals:
@@ -215,14 +241,14 @@ class _Trial:
         finished = Finished(
             request=self._ledger.request.id,
             attempt=self._ledger.number,
-            booking=self._placement.booking,
+            booking=self._placement.booking if self._opened.first else 0,
             ttft_ms=(arrivals[0] - self._asked) * 1000 if arrivals else 0.0,
             tbt_ms=slowest_tenth(arrivals) * 1000,
             output_tokens=len(arrivals),
             cached_tokens=self._cached,
             outcome=outcome,
         )
-        self._of._conductors.tell(self._conductor, finished)
+        self._of._conductors.tell(self._opened.conductor, finished)
         if outcome == "ok" and arrivals:
             self._of.watch.predicted("ttft", arrivals[0] - self._placed, self._placement.predicted_ttft_ms / 1e3)
             self._of.watch.predicted("tbt", finished.tbt_ms / 1e3, self._placement.predicted_tbt_ms / 1e3)

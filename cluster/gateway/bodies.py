@@ -9,6 +9,7 @@ from pydantic import Field, StrictInt, model_validator
 from moonpool.cluster.gateway.fields import Body, checked, refusal
 from moonpool.cluster.gateway.structured import Structured
 from moonpool.cluster.gateway.tools import ToolCall, ToolUse
+from moonpool.core.request import LogitBias
 
 MAX_PROMPTS = 4_096  # of one request; timing.queue_limit may allow less
 MAX_STOPS = 16
@@ -17,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 1_024
 MOST_PRIORITY = 1 << 31
+MAX_BIASES = 1_024
 LEAST_TARGET_MS = 1e-3  # what is divided by a target has to stay a number
 _UINT32 = (1 << 32) - 1
 
@@ -24,6 +26,7 @@ T = TypeVar("T")
 Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 Many = Annotated[list[T], Field(fail_fast=True)]  # one error is enough: a body may hold millions of wrong items
 TokenId = Annotated[StrictInt, Field(ge=0, le=_UINT32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -63,8 +66,13 @@ class SamplingBody(Structured):
     repetition_penalty: float = Field(1.0, gt=0, le=10)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, le=_UINT32)
-    n: int = Field(1, ge=1, description="1; more is not offered yet")
-    best_of: int = Field(1, ge=1, description="1; more is not offered yet")
+    min_p: float = Field(0.0, ge=0, le=1, description="of the likeliest id's probability: less likely ids are not drawn")
+    logit_bias: dict[str, Bias] = Field({}, max_length=MAX_BIASES, description="id -> what is added to its logit")
+    n: int = Field(1, ge=1, description="choices of each prompt, which is computed once; timing.queue_limit bounds them")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="of the prompt's ids; not with stream")
+    include_stop_str_in_output: bool = Field(False, description="what ended the answer is part of its text")
+    skip_special_tokens: bool = Field(True, description="special tokens have no text")
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=_UINT32, description="keep the last so many of a prompt's")
     return_token_ids: bool = Field(
         False, description="sampled ids beside the text, as token_ids; prompt_token_ids if not streamed"
     )
@@ -107,11 +115,27 @@ class SamplingBody(Structured):
         """Alternatives to report beside each id; None: no log-probabilities at all."""
         raise NotImplementedError
 
+    @property
+    def prompt_alternatives(self) -> int | None:
+        """The same of the prompt's ids: as many as anything that shows them wants."""
+        return self.prompt_logprobs
+
+    @property
+    def drawn(self) -> int:
+        """Choices to generate of each prompt: ``n`` of them are shown."""
+        return self.n
+
+    @property
+    def biases(self) -> tuple[LogitBias, ...]:
+        return tuple(LogitBias(int(token), bias) for token, bias in self.logit_bias.items() if bias)
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        for name in ("n", "best_of"):
-            if getattr(self, name) > 1:
-                raise refusal(name, f"{getattr(self, name)} choices per request are not offered yet; use 1")
+        ids = [int(name) if _is_id(name) else -1 for name in self.logit_bias]
+        if -1 in ids or len(set(ids)) < len(ids):
+            raise refusal("logit_bias", f"{list(self.logit_bias)[:8]} are not all ids, each once; use ids as names")
+        if self.prompt_logprobs is not None and self.stream:
+            raise refusal("prompt_logprobs", "not offered in streams; set stream to false, or use echo with logprobs")
         if self.stream_options is not None and not self.stream:
             raise refusal("stream_options", "given without stream; set stream to true or leave stream_options out")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
@@ -129,14 +153,26 @@ class CompletionBody(SamplingBody):
     prompt: str | Prompts[str] | Many[TokenId] | Prompts[Many[TokenId]]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(None, ge=0, le=_UINT32, description="0 with echo or prompt_logprobs only")
+    best_of: int | None = Field(None, ge=1, description="choices to draw n from: those with the best mean log-probability")
+    add_special_tokens: bool = Field(True, description="false: a string's ids are those of its text alone")
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
 
     @property
+    def prompt_alternatives(self) -> int | None:
+        wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
+        return max((n for n in wanted if n is not None), default=None)
+
+    @property
+    def drawn(self) -> int:
+        return self.best_of or self.n
+
+    @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """One entry per choice of the answer."""
+        """Each gives ``n`` choices of the answer."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -145,9 +181,17 @@ class CompletionBody(SamplingBody):
         return cast("list[str] | list[list[int]]", prompt)
 
     @model_validator(mode="after")
-    def _echo(self) -> Self:
-        if self.echo and self.logprobs is not None:
-            raise refusal("echo", "log-probabilities of the prompt are not offered; leave out logprobs or set echo to false")
+    def _scoring(self) -> Self:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise refusal("max_tokens", "0 asks for nothing; use 1 or more, or set echo")
+        return self
+
+    @model_validator(mode="after")
+    def _best(self) -> Self:
+        if self.best_of is not None and self.best_of < self.n:
+            raise refusal("best_of", f"{self.best_of} is below n {self.n}; make it no smaller")
+        if self.drawn > self.n and self.stream:
+            raise refusal("best_of", f"{self.best_of} is above n {self.n}, and a stream shows all; set stream to false")
         return self
 
     @model_validator(mode="after")
@@ -229,6 +273,10 @@ class ChatBody(ToolUse, SamplingBody):
         if None not in both and both[0] != both[1]:
             raise refusal("max_tokens", f"{both[0]} differs from max_completion_tokens {both[1]}; give one of them")
         return self
+
+
+def _is_id(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) <= len(str(_UINT32))
 
 
 _HINTS = {

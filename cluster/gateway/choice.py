@@ -38,7 +38,8 @@ class Choice:
     """Joins the detokeniser and the stop matcher, and keeps each id's log-probability beside its text.
 
     The id that ended the sequence (end of sequence or a stop id) and the text from a stop string onwards are not part
-    of the answer; both count as completion tokens. A stop string counts only once ``min_tokens`` ids were sampled.
+    of the answer; both count as completion tokens. With ``include_stop`` that id and that stop string are part of it. A stop
+    string counts only once ``min_tokens`` ids were sampled.
     ``parser`` finds tool calls in the text; an answer that it calls over has stopped.
     """
 
@@ -48,10 +49,12 @@ class Choice:
         *,
         stops: Sequence[str] = (),
         min_tokens: int = 0,
+        include_stop: bool = False,
         parser: ToolParser | None = None,
     ) -> None:
         self._detokeniser = detokeniser
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, include=include_stop)
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._parser = parser
         self._called = False
@@ -84,7 +87,7 @@ class Choice:
         text = ""
         if sampled is not None:
             self.tokens += 1
-        if sampled is not None and finish is not FinishReason.STOP:
+        if sampled is not None and (finish is not FinishReason.STOP or self._include_stop):
             start = self._decoded
             text, stopped = self._scan(self._detokeniser.push(sampled.token))
             self._waiting.append((PlacedToken(sampled, start), self._decoded))

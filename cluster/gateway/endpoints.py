@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,13 +16,13 @@ from moonpool.cluster.gateway.answers import Stream, whole
 from moonpool.cluster.gateway.attempts import slowest_tenth
 from moonpool.cluster.gateway.bodies import CompletionBody, SamplingBody, StreamOptions
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
-from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.flights import Flight, RecentFlights, as_flight
 from moonpool.cluster.gateway.generation import Generation, Run
 from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, json_response, read_body, unless_left
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.served import Models, Served
-from moonpool.cluster.gateway.shapes import ChatShape, CompletionShape, Head, Shape, Usage
+from moonpool.cluster.gateway.shapes import Shape, Usage
+from moonpool.cluster.gateway.shaping import shape_of, wanted_tokens
 from moonpool.cluster.gateway.tenants.gate import Gate, Ticket
 from moonpool.cluster.gateway.tenants.guard import caller_of, hear_out
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
@@ -36,7 +35,6 @@ ID_HEADER = "x-moonpool-request-id"
 CLIENT_ID_HEADER = "x-request-id"
 _MAX_CLIENT_ID = 512
 _FEWEST_TOKENS = 1 / 8  # per byte of a body: whoever has not so many left is refused before it is tokenised
-_UNSTATED_TOKENS = 256  # reserved for an answer whose length the client did not limit
 _CUT = (Reason.CANCELLED.value, Reason.DEADLINE.value)  # outcomes of requests that might have gone on
 _log = structlog.get_logger()
 
@@ -113,15 +111,15 @@ class Endpoints:
         caller = visit.ticket.caller
         model = visit.model = self._models.find(body.model, caller)
         visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))
-        self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1)
+        self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1, body.drawn)
         making = model.intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime, caller)
         generation = await unless_left(request, making)
-        visit.ticket.reserve(_wanted(generation, body))
+        visit.ticket.reserve(wanted_tokens(generation, body))
         visit.headers.update(visit.ticket.headers())
         visit.generation = generation
         for run in generation.runs:
             run.attempts.watch = self._metrics.watch(model.name)
-        shape = _shape(visit, visit.generation, model, body)
+        shape = shape_of(visit.id, visit.generation, model, body)
         if body.stream:
             return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
         value = await unless_left(request, whole(visit.generation, shape))
@@ -158,11 +156,14 @@ class Endpoints:
         """Of the bodies of requests in flight."""
         return self._room.held
 
-    def _admit(self, visit: Visit, choices: int) -> None:
-        """Count ``choices`` as in flight until the visit leaves."""
-        limit = self._config.timing.queue_limit
+    def _admit(self, visit: Visit, prompts: int, drawn: int) -> None:
+        """Count ``drawn`` choices of each prompt as in flight until the visit leaves."""
+        limit, choices = self._config.timing.queue_limit, prompts * drawn
+        if prompts > limit:
+            raise InvalidRequest(f"prompt: {prompts} prompts in one request; give at most {limit}", param="prompt")
         if choices > limit:
-            raise InvalidRequest(f"prompt: {choices} prompts in one request; give at most {limit}", param="prompt")
+            told = f"{drawn} choices of {prompts} prompt{'s' if prompts > 1 else ''} are {choices}"
+            raise InvalidRequest(f"n: {told}; ask for at most {limit} in one request", param="n")
         if self.leaving:
             raise NoPath("gateway: leaving; ask another one, or try again", retry_after_s=RETRY_AFTER_S)
         self._gate.take_places(visit.ticket.caller, choices, limit)
@@ -243,7 +244,7 @@ class Endpoints:
         """A prompt counts once something came of it, or would have, had its client not left or given it so little time."""
         runs = visit.generation.runs if visit.generation is not None else ()
         cut = visit.outcome in _CUT
-        parts = [run.usage for run in runs if run.usage.completion or (cut and Instant.PLACED in run.lifetime.at)]
+        parts = [run.usage for run in runs if run.begun or (cut and Instant.PLACED in run.lifetime.at)]
         taken = Usage.total(parts)
         visit.ticket.end(taken.prompt + taken.completion)
         if self.accounts is not None:
@@ -289,36 +290,3 @@ class Endpoints:
 
 def _names(generation: Generation) -> list[str]:
     return [run.ledger.request.id for run in generation.runs]
-
-
-def _wanted(generation: Generation, body: SamplingBody) -> int:
-    """Tokens to reserve: the prompts', and as many as the client allows each answer."""
-    answer = _UNSTATED_TOKENS if body.wanted_tokens is None else body.wanted_tokens
-    requests = [run.ledger.request for run in generation.runs]
-    return sum(len(one.prompt) + min(one.sampling.max_tokens, answer) for one in requests)
-
-
-def _shape(visit: Visit, generation: Generation, model: Served, body: SamplingBody) -> Shape:
-    head = Head(
-        id=visit.id,
-        model=model.name,
-        created=int(time.time()),
-        name_bytes=model.tokens.name_bytes,
-        logprobs=body.alternatives is not None,
-        prompt_ids=[run.ledger.request.prompt for run in generation.runs] if body.return_token_ids else None,
-    )
-    if isinstance(body, CompletionBody):
-        return CompletionShape(head, echoed=_echoed(generation, model, body) if body.echo else None)
-    return ChatShape(head)
-
-
-def _echoed(generation: Generation, model: Served, body: CompletionBody) -> list[str]:
-    """Each choice's prompt as text: as it was sent, or decoded from the ids that were sent."""
-    texts = []
-    for prompt, run in zip(body.prompts, generation.runs, strict=True):
-        if isinstance(prompt, str):
-            texts.append(prompt)
-            continue
-        detokeniser = Detokeniser(model.tokens.text_bytes)
-        texts.append("".join(map(detokeniser.push, run.ledger.request.prompt)) + detokeniser.finish())
-    return texts

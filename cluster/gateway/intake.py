@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from moonpool.cluster.gateway.attempts import AttemptEnded, Attempts
 from moonpool.cluster.gateway.bodies import LEAST_TARGET_MS, ChatBody, SamplingBody, Slo
@@ -18,14 +18,17 @@ from moonpool.cluster.gateway.generation import Generation, Run
 from moonpool.cluster.gateway.guiding import Guiding
 from moonpool.cluster.gateway.ledger import Ledger
 from moonpool.cluster.gateway.limits import output_tokens
+from moonpool.cluster.gateway.opening import Family, Opener
 from moonpool.cluster.gateway.prompts import Prompt, Prompts
 from moonpool.cluster.gateway.roster import Roster
+from moonpool.cluster.gateway.sampling import sampling_of, seeded
+from moonpool.cluster.gateway.scored_prompt import ScoredPrompt
 from moonpool.cluster.gateway.tenants.caller import MOST_URGENT, Caller
 from moonpool.core.config import Config
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
-from moonpool.core.request import Guide, Request, SamplingParams, Targets
+from moonpool.core.request import Request, Targets
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may fill the context
 TTFT_HEADER = "x-ttft-target-ms"
@@ -68,14 +71,14 @@ class Intake:
         guide = await self._guiding.of(body, caller.tenant)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
-        params = [self._sampling(body, self._output_tokens(body, prompt), guide) for prompt in prompts]
+        size_of, length = self._prompts.vocab_size, self._output_tokens
+        params = [sampling_of(body, length(body, prompt), guide, size_of) for prompt in prompts]
         if named is None:
             raise self._no_path()
-        runs = []
-        for index, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            name = RequestId(id if len(prompts) == 1 else f"{id}-{index}")
+        runs: list[Run] = []
+        for prompt, sampling in zip(prompts, params, strict=True):
             request = Request(
-                name,
+                RequestId(id),
                 prompt.ids,
                 sampling,
                 named[1],
@@ -87,8 +90,11 @@ class Intake:
                 priority,
                 caller.weight,
             )
-            runs.append(self._run(request, body, Lifetime(dict(lifetime.at)), budget_ms))
-        return Generation(runs, self._now)
+            choices = [seeded(request, choice) for choice in range(body.drawn)]
+            if len(prompts) * body.drawn > 1:
+                choices = [replace(one, id=RequestId(f"{id}-{index}")) for index, one in enumerate(choices, len(runs))]
+            runs += self._choices(choices, body, lifetime, budget_ms)
+        return Generation(runs, self._now, shown=body.n)
 
     def _no_path(self) -> NoPath:
         missing = tuple(role.value for role in self._roster.missing()) or ("worker",)
@@ -125,38 +131,23 @@ class Intake:
             )
         return length
 
-    def _sampling(self, body: SamplingBody, max_tokens: int, guide: Guide | None) -> SamplingParams:
-        size = self._prompts.vocab_size
-        bad = [i for i in body.stop_token_ids if i >= size]
-        if bad:
-            raise InvalidRequest(
-                f"stop_token_ids: {bad[0]} is out of range; this model's ids are 0 to {size - 1}", param="stop_token_ids"
-            )
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(0, body.top_k),
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 64),
-            stop_token_ids=tuple(body.stop_token_ids),
-            ignore_eos=body.ignore_eos,
-            min_tokens=body.min_tokens,
-            logprobs=body.alternatives,
-            guide=guide,
-        )
-
     def _budget_ms(self, headers: Mapping[str, str]) -> int:
         """A client may give its request less time than everybody has, never more."""
         most = self._config.timing.request_budget_ms
         wanted = _target(headers, DEADLINE_HEADER, 0.0, "timing.request_budget_ms")
         return most if wanted is None else min(most, max(1, round(wanted)))
 
-    def _run(self, request: Request, body: SamplingBody, lifetime: Lifetime, budget_ms: int) -> Run:
+    def _choices(self, requests: Sequence[Request], body: SamplingBody, lifetime: Lifetime, budget_ms: int) -> list[Run]:
+        """Of one prompt, which the first one brings for all of them."""
+        ledgers = [self._ledger(request, lifetime, budget_ms) for request in requests]
+        family = Family(Opener(self._conductors, self._streams), ledgers) if len(ledgers) > 1 else None
+        wanted = requests[0].sampling.prompt_logprobs is not None
+        scored = ScoredPrompt(requests[0].prompt) if wanted else None
+        return [self._run(one, body, Lifetime(dict(lifetime.at)), family, scored, first=one is ledgers[0]) for one in ledgers]
+
+    def _ledger(self, request: Request, lifetime: Lifetime, budget_ms: int) -> Ledger:
         timing = self._config.timing
-        ledger = Ledger(
+        return Ledger(
             request,
             started=lifetime.at[Instant.ARRIVED],
             budget_ms=budget_ms,
@@ -165,14 +156,32 @@ class Intake:
             hasher=self._roster.hasher_of(request.namespace),
             path_wait_ms=timing.path_wait_ms,
         )
-        detokeniser = Detokeniser(self._guiding.bytes_of(body), request.prompt)
-        choice = Choice(detokeniser, stops=body.stops, min_tokens=body.min_tokens, parser=self._guiding.parser(body))
+
+    def _run(
+        self,
+        ledger: Ledger,
+        body: SamplingBody,
+        lifetime: Lifetime,
+        family: Family | None,
+        scored: ScoredPrompt | None,
+        *,
+        first: bool,
+    ) -> Run:
+        bytes_of = self._guiding.bytes_of(body) if body.skip_special_tokens else self._prompts.tokenizer.tokens.name_bytes
+        choice = Choice(
+            Detokeniser(bytes_of, ledger.request.prompt),
+            stops=body.stops,
+            min_tokens=body.min_tokens,
+            include_stop=body.include_stop_str_in_output,
+            parser=self._guiding.parser(body),
+        )
         conductors = self._conductors
 
         def judge(end: AttemptEnded) -> None:
             conductors.ended(end.placement, end.reason, end.peer)
 
-        return Run(ledger, choice, lifetime, Attempts(ledger, lifetime, conductors, self._streams, on_ended=judge))
+        attempts = Attempts(ledger, lifetime, conductors, self._streams, on_ended=judge, family=family)
+        return Run(ledger, choice, lifetime, attempts, first=first, scored=scored)
 
 
 def _target(headers: Mapping[str, str], name: str, default: float, zero: str = "no target") -> float | None:

@@ -77,7 +77,8 @@ class Family:
 
     async def open(self, member: Ledger) -> Opened:
         """Its part of the attempt that begins once every member is here. Raises what placing raises."""
-        seat = self._waiting[member] = asyncio.get_running_loop().create_future()
+        seat: asyncio.Future[Opened | Exception] = asyncio.get_running_loop().create_future()
+        self._waiting[member] = seat
         self._go_on()
         try:
             got = await seat

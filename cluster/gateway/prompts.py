@@ -74,9 +74,15 @@ class Prompts:
 
 
 def _ids(tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
+    kept = body.truncate_prompt_tokens
+    return [ids if kept is None else ids[-kept:] for ids in _all_ids(tokenizer, body)]
+
+
+def _all_ids(tokenizer: Tokenizer, body: SamplingBody) -> list[list[int]]:
     if isinstance(body, ChatBody):
         messages, tools = [m.for_template() for m in body.messages], [t.for_template() for t in body.tools]
         return [tokenizer.encode_chat(messages, tools, may_call=bool(body.callable))]
     if isinstance(body, CompletionBody):
-        return [tokenizer.encode(one) if isinstance(one, str) else one for one in body.prompts]
+        special = body.add_special_tokens
+        return [tokenizer.encode(one, special=special) if isinstance(one, str) else one for one in body.prompts]
     raise TypeError(f"no prompt in {type(body).__name__}")

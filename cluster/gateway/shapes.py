@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moonpool.cluster.gateway.choice import Piece, PlacedToken
+from moonpool.cluster.gateway.scored_prompt import EchoedPrompt, ScoredPrompt, as_vllm
 from moonpool.cluster.gateway.tool_calls.reading import CallPiece
 from moonpool.core.request import FinishReason, Sampled
 
@@ -56,7 +57,7 @@ class Head:
     """What every object of one answer says, and what the client asked to see.
 
     ``name_bytes(id)`` is the id's text, special tokens by their name. ``prompt_ids`` are the prompts of the choices
-    where the client asked for ids, else None.
+    where the client asked for ids, else None. ``logprobs``: of the output.
     """
 
     id: str
@@ -65,6 +66,8 @@ class Head:
     name_bytes: Callable[[int], bytes]
     logprobs: bool = False
     prompt_ids: Sequence[Sequence[int]] | None = None
+    scored: Sequence[ScoredPrompt] = ()  # of each choice, where ``prompt_logprobs`` says how many alternatives are shown
+    prompt_logprobs: int | None = None
 
     def text(self, token: int) -> str:
         """Bytes that are no whole characters are shown as OpenAI shows them, so different ids keep different names."""
@@ -81,9 +84,16 @@ class Head:
         return {"token_ids": [piece.id for piece in pieces if piece.id is not None]}
 
     def all_ids(self, index: int, pieces: Sequence[Piece]) -> JSON:
+        """As ``ids``, and those of the prompt."""
         if self.prompt_ids is None:
             return {}
         return {"prompt_token_ids": list(self.prompt_ids[index]), **self.ids(pieces)}
+
+    def of_prompt(self, index: int) -> JSON:
+        """What vLLM tells of a prompt, where asked for."""
+        if self.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": as_vllm(self.scored[index], self.prompt_logprobs, self.text, _number)}
 
     def says_nothing(self, piece: Piece, logprobs: JSON | None) -> bool:
         shown_id = self.prompt_ids is not None and piece.id is not None
@@ -179,7 +189,7 @@ class ChatShape:
             }
             for index, pieces in enumerate(choices)
         ]
-        return {**self._object("chat.completion", out), "usage": usage.json()}
+        return {**self._object("chat.completion", out), **self._head.of_prompt(0), "usage": usage.json()}
 
     def _content(self, tokens: Sequence[PlacedToken], *, always: bool = False) -> JSON | None:
         if not self._head.logprobs or not (tokens or always):
@@ -195,9 +205,9 @@ class ChatShape:
 
 
 class CompletionShape:
-    """``echoed`` is each choice's prompt text where the client asked for it, to stand before the output."""
+    """``echoed`` is each choice's prompt where the client asked for it, to stand before the output."""
 
-    def __init__(self, head: Head, *, echoed: Sequence[str] | None) -> None:
+    def __init__(self, head: Head, *, echoed: Sequence[EchoedPrompt] | None) -> None:
         self._head = head
         self._echoed = echoed
 
@@ -209,14 +219,16 @@ class CompletionShape:
         }  # fmt: skip
 
     def _prefix(self, index: int) -> str:
-        return self._echoed[index] if self._echoed is not None else ""
+        return self._echoed[index].text if self._echoed is not None else ""
 
     def opening(self, index: int) -> list[JSON]:
-        prefix = self._prefix(index)
-        return [self._object([{"index": index, "text": prefix, "logprobs": None, "finish_reason": None}])] if prefix else []
+        prefix, logprobs = self._prefix(index), self._of_prompt(index)
+        if not prefix and logprobs is None:
+            return []
+        return [self._object([{"index": index, "text": prefix, "logprobs": logprobs, "finish_reason": None}])]
 
     def chunks(self, index: int, piece: Piece) -> list[JSON]:
-        logprobs = self._lists(piece.tokens)
+        logprobs = self._lists(index, piece.tokens)
         if self._head.says_nothing(piece, logprobs):
             return []
         choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": _finish(piece)}
@@ -230,22 +242,43 @@ class CompletionShape:
             {
                 "index": index,
                 "text": self._prefix(index) + _text(pieces),
-                "logprobs": self._lists(_tokens(pieces), always=True),
+                "logprobs": self._all_lists(index, _tokens(pieces)),
                 "finish_reason": _last_finish(pieces),
                 **self._head.all_ids(index, pieces),
+                **self._head.of_prompt(index),
             }
             for index, pieces in enumerate(choices)
         ]
         return {**self._object(out), "usage": usage.json()}
 
-    def _lists(self, tokens: Sequence[PlacedToken], *, always: bool = False) -> JSON | None:
-        """Offsets count from the start of the output: an echoed prompt never comes with log-probabilities."""
+    def _all_lists(self, index: int, tokens: Sequence[PlacedToken]) -> JSON | None:
+        """Of the echoed prompt, and of the output."""
+        mine, before = self._lists(index, tokens, always=True), self._of_prompt(index)
+        if mine is None or before is None:
+            return mine
+        return {name: before[name] + mine[name] for name in mine}
+
+    def _of_prompt(self, index: int) -> JSON | None:
+        if not self._head.logprobs or self._echoed is None or (scored := self._echoed[index].scored) is None:
+            return None
+        text, entries = self._head.text, list(scored.entries(self._echoed[index].width))
+        return {
+            "tokens": [text(token) for token in scored.ids],
+            "token_logprobs": [None if one is None else _number(one.logprob) for one in entries],
+            "top_logprobs": [
+                None if one is None else {text(top.token): _number(top.logprob) for top in one.top} for one in entries
+            ],
+            "text_offset": list(self._echoed[index].offsets),
+        }
+
+    def _lists(self, index: int, tokens: Sequence[PlacedToken], *, always: bool = False) -> JSON | None:
+        """Offsets count from the start of the choice's text, an echoed prompt included."""
         if not self._head.logprobs or not (tokens or always):
             return None
-        text = self._head.text
+        text, start = self._head.text, len(self._prefix(index))
         return {
             "tokens": [text(t.sampled.token) for t in tokens],
             "token_logprobs": [_number(t.sampled.logprob) for t in tokens],
             "top_logprobs": [{text(top.token): _number(top.logprob) for top in t.sampled.top} for t in tokens],
-            "text_offset": [t.offset for t in tokens],
+            "text_offset": [start + t.offset for t in tokens],
         }

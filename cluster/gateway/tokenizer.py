@@ -52,9 +52,9 @@ class Tokenizer:
             )
         return cls(library, tool_parser=tool_parser)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw completion prompt."""
-        ids: list[int] = self._library.encode(text)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a raw completion prompt; with ``special`` what the tokenizer adds by itself, too."""
+        ids: list[int] = self._library.encode(text, add_special_tokens=special)
         if self.bos_id is not None and ids[:2] == [self.bos_id] * 2 and not self._written_twice(text):
             del ids[0]
         return ids

@@ -86,6 +86,7 @@ class ScriptedDecode(pb.decode_rpc.DecodeServicer):
     def __init__(self, script: Script) -> None:
         self.script = script
         self.jobs: list[Job] = []
+        self.started: list[Attempt] = []  # with their siblings, which are jobs, too
         self.arrived: asyncio.Queue[Job] = asyncio.Queue()
         self.streams = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,13 +109,15 @@ class ScriptedDecode(pb.decode_rpc.DecodeServicer):
 
         async for message in messages:
             if message.WhichOneof("kind") == "start":
-                start = message.start
-                job = Job(from_wire(start.attempt, Attempt), from_wire(start.placement, Placement), send)
-                self.jobs.append(job)
-                await self.arrived.put(job)
-                task = asyncio.create_task(self.script(job))  # type: ignore[arg-type]
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                lead, placement = from_wire(message.start.attempt, Attempt), from_wire(message.start.placement, Placement)
+                self.started.append(lead)
+                for attempt in (lead, *(lead.of(sibling) for sibling in lead.siblings)):
+                    job = Job(attempt, placement, send)
+                    self.jobs.append(job)
+                    await self.arrived.put(job)
+                    task = asyncio.create_task(self.script(job))  # type: ignore[arg-type]
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
             else:
                 for job in self.jobs:
                     if (job.attempt.request.id, job.attempt.number) == (message.cancel.request, message.cancel.attempt):

@@ -36,14 +36,16 @@ def chat(**fields: Any) -> ChatBody:
         ({"presence_penalty": 99}, "presence_penalty", "less than or equal to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": -3}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -3}, "max_tokens", "greater than or equal to"),
         ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
         ({"max_tokens": "7"}, "max_tokens", "valid integer"),
         ({"max_tokens": True}, "max_tokens", "valid integer"),
         ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"n": 3}, "n", "use 1"),
-        ({"best_of": 3}, "best_of", "use 1"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "set stream to false"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
+        ({"suffix": "end"}, "suffix", "use ''"),
         ({"seed": 1 << 64}, "seed", "less than"),
         ({"stop": ""}, "stop", "non-empty"),
         ({"stop": ["a", 1]}, "stop", "non-empty"),
@@ -54,7 +56,9 @@ def chat(**fields: Any) -> ChatBody:
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"stream": False, "stream_options": {}}, "stream_options", "set stream to true"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown field"),
-        ({"logit_bias": {"50": 1}}, "logit_bias", "use {}"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "use ids as names"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "each once"),
+        ({"logit_bias": {"50": 101}}, "logit_bias.50", "less than or equal to 100"),
         ({"response_format": {"type": "json"}}, "response_format.type", "'text'"),
         ({"functions": [{"name": "f"}]}, "functions", "use []"),
         ({"temprature": 1}, "temprature", "did you mean 'temperature'?"),
@@ -152,12 +156,45 @@ def test_null_means_absent_and_harmless_fields_are_ignored() -> None:
     assert (body.max_tokens, body.stops, body.alternatives) == (None, (), None)
 
 
-def test_echo_is_offered_only_with_generation_and_without_log_probabilities() -> None:
-    assert completion(echo=True, max_tokens=1).echo
-    for fields, param in (({"max_tokens": 0, "logprobs": 1}, "max_tokens"), ({"max_tokens": 1, "logprobs": 1}, "echo")):
+def test_nothing_may_be_generated_where_the_prompt_is_shown_or_scored() -> None:
+    assert completion(echo=True, max_tokens=0).wanted_tokens == 0
+    assert completion(prompt_logprobs=0, max_tokens=0).prompt_alternatives == 0
+    for parse, fields in (
+        (completion, {"max_tokens": 0}),
+        (completion, {"max_tokens": 0, "logprobs": 1}),
+        (chat, {"max_tokens": 0}),
+    ):
         with pytest.raises(InvalidRequest) as e:
-            completion(echo=True, **fields)
-        assert e.value.param == param
+            parse(**fields)
+        assert e.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"echo": True}, None),
+        ({"logprobs": 2}, None),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"logprobs": 3, "prompt_logprobs": 1}, 1),
+    ],
+)
+def test_log_probabilities_of_the_prompt_are_wanted_by_echo_and_by_name(fields: dict[str, Any], wanted: int | None) -> None:
+    assert completion(**fields).prompt_alternatives == wanted
+
+
+def test_the_best_are_chosen_from_no_fewer_than_are_shown_and_not_in_streams() -> None:
+    assert (completion().drawn, completion(n=3).drawn, completion(n=2, best_of=5).drawn, chat(n=4).drawn) == (1, 3, 5, 4)
+    assert completion(n=2, best_of=2, stream=True).drawn == 2
+    for parse, fields in (
+        (completion, {"n": 3, "best_of": 2}),
+        (completion, {"best_of": 2, "stream": True}),
+        (chat, {"best_of": 2}),
+    ):
+        with pytest.raises(InvalidRequest) as e:
+            parse(**fields)
+        assert e.value.param == "best_of"
 
 
 def test_either_name_of_the_output_limit_but_not_two_different_ones() -> None:
