@@ -11,7 +11,9 @@ import array
 import contextlib
 import hashlib
 import json
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,12 +89,20 @@ class Guides:
         """Whether it is compiled and at hand."""
         return self._grammars.get(guide) is not None
 
-    def prepare(self, guide: Guide) -> None:
+    def prepare(self, guide: Guide, limit_s: float = math.inf) -> None:
         """Compile it, unless it is at hand. InvalidRequest, without a field's name, where that cannot be done.
 
-        Takes milliseconds, for large grammars up to a second, most of it without Python's lock.
+        Takes milliseconds, for large grammars up to a second, most of it without Python's lock. What took more than
+        ``limit_s`` of the processor's time is refused, so that nobody else need compile it.
         """
-        self._grammar(guide)
+        if self.knows(guide):
+            return
+        self._vocabulary()
+        begun = time.thread_time()
+        grammar = self._compiled(guide)
+        if (took := time.thread_time() - begun) > limit_s:
+            raise InvalidRequest(f"it takes {took:.1f} s to compile, more than {limit_s:g} s; make it smaller")
+        self._grammars.put(guide, grammar)
 
     def warm(self, guide: Guide) -> None:
         """As ``prepare``, for a thread beside: what is wrong is told where the guide is used."""
@@ -152,11 +162,15 @@ class Guides:
     def _grammar(self, guide: Guide) -> LLMatcher:
         found = self._grammars.get(guide)
         if found is None:
-            found = LLMatcher(self._vocabulary(), grammar_text(guide), log_level=0, limits=_limits())
-            if found.is_error():
-                raise _refused(found.get_error())
-            self._mask(_State(found.deep_copy()))
+            found = self._compiled(guide)
             self._grammars.put(guide, found)
+        return found
+
+    def _compiled(self, guide: Guide) -> LLMatcher:
+        found = LLMatcher(self._vocabulary(), grammar_text(guide), log_level=0, limits=_limits())
+        if found.is_error():
+            raise _refused(found.get_error())
+        self._mask(_State(found.deep_copy()))  # something may come first
         return found
 
     def _vocabulary(self) -> LLTokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from moonpool.core.request import Guide, GuideKind
 MAX_GUIDE_BYTES = 65_536  # of a schema, an expression or a grammar
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1_024
+MAX_MULTIPLES = 20_000  # significant digits of all multipleOf of a schema, as one number each: compiling grows faster than it
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_GUIDE_BYTES)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -69,11 +71,11 @@ class Structured(Body):
             ("guided_json", _of_schema("guided_json", self.guided_json)),
             ("guided_regex", _of_text(GuideKind.REGEX, self.guided_regex)),
             ("guided_choice", _of_choices(self.guided_choice)),
-            ("guided_grammar", _of_text(GuideKind.GRAMMAR, self.guided_grammar)),
+            ("guided_grammar", _of_grammar("guided_grammar", self.guided_grammar)),
             ("structured_outputs.json", _of_schema("structured_outputs.json", outputs.json_)),
             ("structured_outputs.regex", _of_text(GuideKind.REGEX, outputs.regex)),
             ("structured_outputs.choice", _of_choices(outputs.choice)),
-            ("structured_outputs.grammar", _of_text(GuideKind.GRAMMAR, outputs.grammar)),
+            ("structured_outputs.grammar", _of_grammar("structured_outputs.grammar", outputs.grammar)),
             ("structured_outputs.json_object", Guide(GuideKind.JSON_OBJECT) if outputs.json_object else None),
         ]
         if self.response_format is not None:
@@ -102,6 +104,15 @@ def _of_text(kind: GuideKind, text: str | None) -> Guide | None:
     return None if text is None else Guide(kind, text)
 
 
+def _of_grammar(field: str, text: str | None) -> Guide | None:
+    """Lark, and nothing else that the library would read: schemas within it would go unchecked."""
+    if text is None:
+        return None
+    if "%json" in text or text.lstrip().startswith("{"):
+        raise refusal(field, "JSON schemas within grammars are not offered; give Lark rules alone, or use response_format")
+    return Guide(GuideKind.GRAMMAR, text)
+
+
 def _of_choices(choices: list[str] | None) -> Guide | None:
     if choices is None:
         return None
@@ -125,6 +136,8 @@ def schema_text(field: str, schema: Schema) -> str:
         raise refusal(field, "no JSON object; give a schema")
     if _deeper(schema, MAX_SCHEMA_DEPTH):
         raise refusal(field, f"nested more than {MAX_SCHEMA_DEPTH} deep; make it flatter, by $ref where need be")
+    if (multiples := _multiples(schema)) > MAX_MULTIPLES:
+        raise refusal(field, f"multipleOf: {multiples} in all, without their powers of ten; use at most {MAX_MULTIPLES}")
     text = json.dumps(schema, separators=(",", ":"))
     if len(text) > MAX_GUIDE_BYTES:
         raise refusal(field, f"{len(text)} bytes; use at most {MAX_GUIDE_BYTES}")
@@ -139,6 +152,18 @@ def _deeper(value: Any, limit: int) -> bool:
         if not level:
             return False
     return True
+
+
+def _multiples(schema: Any) -> int:
+    """The sum of all ``multipleOf``, each without its power of ten."""
+    found, level = 0, [schema]
+    while level:
+        for one in level:
+            multiple = one.get("multipleOf") if isinstance(one, dict) else None
+            if isinstance(multiple, int | float):
+                found += int("".join(map(str, Decimal(str(abs(multiple))).normalize().as_tuple().digits)))
+        level = [inner for one in level if isinstance(one, dict | list) for inner in _within(one)]
+    return found
 
 
 def _within(value: dict[str, Any] | list[Any]) -> list[Any]:

@@ -203,6 +203,15 @@ def test_a_model_without_an_end_of_sequence_cannot_be_guided(folder: Path, backe
         Guides(folder, backend.get_vocab_size(), frozenset()).prepare(Guide(GuideKind.JSON_OBJECT))
 
 
+def test_what_takes_too_long_to_compile_is_refused_and_not_kept(make: Callable[[], Guides]) -> None:
+    guides, guide = make(), Guide(GuideKind.REGEX, "a{2,5}")
+    with pytest.raises(InvalidRequest, match="to compile, more than"):
+        guides.prepare(guide, limit_s=0)
+    assert not guides.knows(guide)
+    guides.prepare(guide)
+    guides.prepare(guide, limit_s=0)  # it is at hand
+
+
 def test_no_more_is_kept_than_the_limits_say(make: Callable[[], Guides], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRAMMARS", 2)
     guides = make()
