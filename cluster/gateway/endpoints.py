@@ -166,7 +166,7 @@ class Endpoints:
             raise InvalidRequest(f"n: {told}; ask for at most {limit} in one request", param="n")
         if self.leaving:
             raise NoPath("gateway: leaving; ask another one, or try again", retry_after_s=RETRY_AFTER_S)
-        self._gate.take_places(visit.ticket.caller, choices, limit)
+        self._gate.take_places(visit.ticket.caller, choices, limit, visit.model_name)
         visit.held = choices
         self.in_flight += choices
         with self._metrics.guarded():
@@ -193,7 +193,7 @@ class Endpoints:
         if not self._visits:
             self._empty.set()
         self.in_flight -= visit.held
-        self._gate.leave_places(visit.ticket.caller, visit.held)
+        self._gate.leave_places(visit.ticket.caller, visit.held, visit.model_name)
         self._settle(visit)
         with self._metrics.guarded():
             self.recent.ended(visit, self._now(), visit.headers.get(CLIENT_ID_HEADER, ""))

@@ -29,7 +29,7 @@ from moonpool.cluster.gateway.tenants.file import FollowedKeys
 from moonpool.cluster.gateway.tenants.gate import Gate
 from moonpool.cluster.gateway.tenants.guard import Guard
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
-from moonpool.cluster.gateway.usage_log import UsageLog
+from moonpool.cluster.gateway.usage_log import UsageLog, require_writable
 from moonpool.cluster.identity.https import Https, https_of
 from moonpool.cluster.overview.told import RECENT
 from moonpool.cluster.warming import count_prompts
@@ -100,6 +100,8 @@ class Gateway:
             https = https_of(config.security)
             if config.gateway.warm_file:
                 count_prompts(Path(config.gateway.warm_file))
+            if config.gateway.usage_log:
+                require_writable(Path(config.gateway.usage_log))
             models = await Models.load(config, model_dir, peers, streams, hash_key)
         except BaseException:
             listener.close()

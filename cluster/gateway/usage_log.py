@@ -7,6 +7,7 @@ that the file was begun anew (by another gateway, or by logrotate) opens the new
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import structlog
+
+from moonpool.core.errors import ConfigError
 
 QUEUED = 8_192  # lines: a second and more of a disk that stands still
 AT_ONCE = 256  # lines in one append
@@ -114,7 +117,7 @@ class UsageLog:
             size = os.fstat(fd).st_size
             try:
                 if os.write(fd, text) < len(text):
-                    raise OSError(28, "no space left on device")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
                 os.ftruncate(fd, size)  # half a line would spoil the next one
                 raise
@@ -150,6 +153,19 @@ class UsageLog:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def require_writable(path: Path) -> None:
+    """ConfigError where this process may not write there; that a disk is full now says nothing about later."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, MODE))
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(
+                f"gateway.usage_log: cannot write {path}: {e.strerror}; name a file that this user may write",
+                param="gateway.usage_log",
+            ) from e
 
 
 def numbered(path: Path, number: int) -> Path:

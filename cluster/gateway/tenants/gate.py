@@ -86,7 +86,7 @@ class Gate:
         self._gateways = gateways
         self._clock = clock
         self._meters: dict[tuple[str, str], Meter] = {}
-        self._held: dict[str, int] = {}  # places in flight, by tenant
+        self._held: dict[tuple[str, str], int] = {}  # places in flight, by model and tenant
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -146,14 +146,16 @@ class Gate:
             known = {key.name for key in book.keys}.union(book.tenant_names)
             self._meters = {who: one for who, one in self._meters.items() if who[1] in known or one.in_flight}
 
-    def take_places(self, caller: Caller, n: int, limit: int) -> None:
-        """``n`` of the gateway's ``limit`` places in flight. Overloaded where all are taken, or the tenant has its part.
+    def take_places(self, caller: Caller, n: int, limit: int, model: str = "") -> None:
+        """``n`` of the ``limit`` places in flight of ``model``. Overloaded where all are taken, or the tenant has its part.
 
+        Each model has places of its own: one whose requests wait takes none of another's.
         Where there are several tenants, one may hold no more than ``PART_OF_FREE`` times its weight and what is left free
         (a dynamic threshold: Choudhury and Hahne, 1998), so that a flood leaves places for the others. ``n`` together get
         what they would get one by one; a single one of who holds nothing is never too many.
         """
-        total, mine = sum(self._held.values()), self._held.get(caller.tenant, 0)
+        total = sum(held for (of, _), held in self._held.items() if of == model)
+        mine = self._held.get((model, caller.tenant), 0)
         if total + n > limit:
             raise Overloaded(
                 f"gateway: {total} of {limit} requests in flight (timing.queue_limit); try again later", retry_after_s=1.0
@@ -165,14 +167,14 @@ class Gate:
                 "more than its part where there are others; try again later, or with fewer prompts",
                 retry_after_s=1.0,
             )
-        self._held[caller.tenant] = mine + n
+        self._held[model, caller.tenant] = mine + n
 
-    def leave_places(self, caller: Caller, n: int) -> None:
-        left = self._held.get(caller.tenant, 0) - n
+    def leave_places(self, caller: Caller, n: int, model: str = "") -> None:
+        left = self._held.get((model, caller.tenant), 0) - n
         if left > 0:
-            self._held[caller.tenant] = left
+            self._held[model, caller.tenant] = left
         else:
-            self._held.pop(caller.tenant, None)
+            self._held.pop((model, caller.tenant), None)
 
 
 def _limited(whose: str, short: Short) -> RateLimited:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.gateway_front import Front, eventually, front, says
+from support.gateway_front import Front, eventually, front, says, silence
 
 from moonpool.cluster.gateway.tenants.file import edit_book, mint
+from moonpool.core.errors import ConfigError
 
 BODY: dict[str, Any] = {"prompt": "once", "max_tokens": 4}
 
@@ -71,6 +73,17 @@ async def test_a_model_without_a_path_is_503_while_the_other_one_answers(half: F
     assert "'other'" in error["message"]
     assert half.gateway.numbers()["models_without_path"] == 1
     assert half.gateway.words()["models_without_path"] == "other"
+
+
+async def test_a_model_whose_requests_wait_takes_no_places_of_the_other_ones(tiny_dir: Path) -> None:
+    async with front(tiny_dir, config={**two(tiny_dir), "timing": {"queue_limit": 1}}) as running:
+        running.decode.script = silence
+        waiting = asyncio.create_task(ask(running, "tiny"))
+        await eventually(lambda: running.decode.jobs)
+        running.decode.script = says(9)
+        assert (await ask(running, "tiny")).status_code == 429
+        assert (await ask(running, "other")).status_code == 200
+        waiting.cancel()
 
 
 async def test_ready_means_any_model_unless_one_or_all_are_asked_for(half: Front) -> None:
@@ -177,6 +190,17 @@ async def test_every_request_leaves_a_line_that_names_no_prompt_and_no_key(tiny_
     assert answered["prompt_tokens"] > 2 and answered["ttft_ms"] > 0 and answered["gateway"] == "gateway-0"
     assert (refused["model"], refused["outcome"], refused["prompt_tokens"]) == ("", "unknown_model", 0)
     assert "once" not in log.read_text() and "nobody" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("usage_log", "gateway.usage_log: cannot write"), ("warm_file", "FILE: cannot read")]
+)
+async def test_files_that_cannot_be_used_are_named_before_anything_is_served(
+    tiny_dir: Path, tmp_path: Path, value: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        async with front(tiny_dir, config={"gateway": {value: str(tmp_path)}}):
+            pass
 
 
 async def test_prompts_of_the_warm_file_are_computed_once_a_model_has_a_path(tiny_dir: Path, tmp_path: Path) -> None:

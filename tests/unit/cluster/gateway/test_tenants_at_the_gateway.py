@@ -113,7 +113,7 @@ async def test_a_prompt_beyond_the_tokens_left_is_refused_before_it_is_tokenised
 ) -> None:
     answer = await guarded.ask("short", prompt="word " * 10, max_tokens=1)
     assert answer.status_code == 200
-    prompts = guarded.front.gateway._prompts
+    prompts = guarded.front.gateway._models.all[0].prompts
 
     async def never(*_: object) -> object:
         raise AssertionError("tokenised")
