@@ -46,7 +46,7 @@ def patience_s(config: Config) -> float:
 def plan(config: Config, *, registry: str, model_dir: Path, pools: Mapping[NodeId, int] | None = None) -> list[list[RoleSpec]]:
     """One list per stage. Ids number a role's processes over all nodes: store-a, prefill-0, prefill-1, decode-0.
 
-    ``model_dir`` is that of [model]; the paths of further models are local directories (``models.with_local_models``).
+    ``model_dir`` is that of [model]; processes find the directories of further models themselves, by their paths.
     ``pools``: bytes of the pools that are not as configured.
     ConfigError where the ports that were chosen are too few.
     """

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.cluster.launch.host import machine
+from moonpool.cluster.launch.ray_session import LOCAL
+from moonpool.cluster.launch.reaper import reap_after
 from moonpool.cluster.models import local_model
 from moonpool.cluster.own_host import with_own_host
 from moonpool.cluster.process import EXIT_BAD_START, Make, Process, Say
 from moonpool.cluster.role_switch import in_kept_role
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.errors import MoonpoolError
+from moonpool.core.ids import Role
 from moonpool.core.key_files import keep_key
+from moonpool.kvstore.regions import DEFAULT_DIRECTORY
 
 KEPT_LINES = 256
 
@@ -64,7 +69,11 @@ class RoleActor:
         self._process = Process(spec, self._make, self._say)
         if self._stopped:
             self._process.stop()
-        return await self._process.live()
+        reaper = _reaper(spec)
+        code, why = await self._process.live()
+        if reaper:
+            reaper.terminate()
+        return code, why
 
     async def stop(self) -> None:
         self._stopped = True
@@ -84,9 +93,17 @@ class RoleActor:
         self._lines.put_nowait(line)
 
 
+def _reaper(spec: RoleSpec) -> subprocess.Popen[bytes] | None:
+    """Of a store node on a host where nobody else of its cluster would come by."""
+    if spec.role is not Role.STORE or spec.config.cluster.ray_address == LOCAL:
+        return None
+    store = spec.config.store
+    return reap_after(os.getpid(), Path(store.directory or DEFAULT_DIRECTORY), zeroise=spec.config.security.zeroise)
+
+
 def _with_local_model(spec: RoleSpec, say: Say) -> RoleSpec:
     """The model as the driver found it, where this host has it there, too; else as ``model.path`` names it here."""
-    elsewhere = spec.config.cluster.ray_address != "local" and spec.config.model.path
+    elsewhere = spec.config.cluster.ray_address != LOCAL and spec.config.model.path
     if not elsewhere or (spec.model_dir / "config.json").is_file():
         return spec
     return replace(spec, model_dir=local_model(spec.config.model.path, say))
