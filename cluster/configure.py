@@ -29,7 +29,15 @@ from moonpool.core.use import DEFAULT_TENANT
 PREFIX = "MOONPOOL_"
 # Read by tests, scripts and channels, not by the configuration.
 NOT_CONFIGURATION = frozenset(
-    {"MOONPOOL_TRACES", "MOONPOOL_CRDS", "MOONPOOL_TEST_MODEL", "MOONPOOL_FUZZ", "MOONPOOL_API_KEY", IDENTITY}
+    {
+        "MOONPOOL_TRACES",
+        "MOONPOOL_CRDS",
+        "MOONPOOL_TEST_MODEL",
+        "MOONPOOL_FUZZ",
+        "MOONPOOL_CLIENTS",
+        "MOONPOOL_API_KEY",
+        IDENTITY,
+    }
 )
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',

@@ -12,7 +12,7 @@ from support.clients import Client, find, lacking, lay_out_hub, pins
 from support.clients_page import Notebook
 from support.cluster import LocalCluster, running
 
-RECORDS = "MOONPOOL_CLIENTS_RECORDS"
+RECORDS = "CLIENTS_RECORDS"
 NODES = [{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]
 
 

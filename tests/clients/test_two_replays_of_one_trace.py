@@ -24,9 +24,7 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.processes,
     pytest.mark.timeout(3000),
-    pytest.mark.skipif(
-        "MOONPOOL_CLIENTS_PAIRS" not in os.environ, reason="measures: MOONPOOL_CLIENTS_PAIRS=1 on a quiet machine"
-    ),
+    pytest.mark.skipif("CLIENTS_PAIRS" not in os.environ, reason="measures: CLIENTS_PAIRS=1 on a quiet machine"),
 ]
 
 
