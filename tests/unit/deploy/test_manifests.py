@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.chart import (
     CHART,
     GOLDEN,
@@ -115,8 +116,6 @@ def test_kuberay_manifests_are_valid_by_the_operator_s_own_schemas(file: Path) -
 
 @cache
 def _crd(folder: str, kind: str) -> Any:
-    import yaml
-
     text = (Path(folder) / f"ray.io_{kind.lower()}s.yaml").read_text(encoding="utf-8")
     loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     version = next(v for v in loaded["spec"]["versions"] if v["name"] == "v1")
@@ -275,8 +274,6 @@ def test_metrics_in_helm_values_and_manifests_are_told_by_the_code(profile: str)
         used.add(query.removeprefix("sum(").partition("{")[0])
     for one in of_kind(golden(profile), "HorizontalPodAutoscaler"):
         used |= {metric["pods"]["metric"]["name"] for metric in one["spec"]["metrics"]}
-    import yaml
-
     default = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
     used.add(default["autoscaling"]["gateway"]["metric"])
     assert used <= series_names(), used - series_names()
@@ -315,6 +312,11 @@ def test_manifests_give_processes_more_time_to_leave_than_they_take(profile: str
             config = config_of(profile, file="ray.toml", folder=tmp_path)
             needed = end_s(config, Role.DECODE) + end_s(config, Role.STORE)
         assert pod.spec["terminationGracePeriodSeconds"] > needed, pod.owner
+    for job in of_kind(golden(profile), "RayJob"):
+        if " up " in job["spec"]["entrypoint"]:
+            config = config_of(profile, file="ray.toml", folder=tmp_path)
+            waited = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]
+            assert float(waited) > end_s(config, Role.DECODE) + end_s(config, Role.STORE), "Ray would kill it after 3 s"
     gateway = named(golden(profile), "Deployment", "moonpool-gateway")["spec"]["template"]["spec"]["containers"][0]
     assert float(gateway["lifecycle"]["preStop"]["exec"]["command"][1]) >= 1, "proxies hear of its leaving first"
 
