@@ -99,7 +99,7 @@ def _of_model(config: Config, role: str, name: str) -> Config:
 
 def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
     from moonpool.cluster.etcd.address import registry_of
-    from moonpool.cluster.models import local_model, with_local_models
+    from moonpool.cluster.models import local_model, with_models_fetched
     from moonpool.cluster.spec import RoleSpec
     from moonpool.core.errors import ConfigError
     from moonpool.core.ids import MemberId, NodeId, Role, checked_name
@@ -113,7 +113,7 @@ def _spec(role: str, member: str, node: str, config: Config) -> RoleSpec:
             param="registry",
         )
     if role == Role.GATEWAY:
-        config = with_local_models(config, say)
+        config = with_models_fetched(config, say)
     name = member or (f"store-{node}" if role == "store" else f"{role}-0")
     return RoleSpec(
         MemberId(checked_name(name, "--id")),

@@ -95,13 +95,13 @@ async def _foreground(config: Config, state: StateDir, detached: bool) -> int:
     import signal
 
     from moonpool.cluster.launch.supervisor import Supervisor
-    from moonpool.cluster.models import local_model, with_local_models
+    from moonpool.cluster.models import local_model, with_models_fetched
 
     ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _end, ended, state, 128 + number)
     model_dir = await asyncio.to_thread(local_model, config.model.path, say)
-    config = await asyncio.to_thread(with_local_models, config, say)
+    config = await asyncio.to_thread(with_models_fetched, config, say)
     supervisor = Supervisor(config, state, _make_launcher(config, state), say)
     starting = asyncio.create_task(supervisor.start(model_dir))
     first: set[asyncio.Future[Any]] = {starting, ended}

@@ -38,12 +38,15 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
     return Path(directory)
 
 
-def with_local_models(config: Config, progress: Callable[[str], None]) -> Config:
-    """``config`` with the models of ``gateway.models`` fetched, their paths local directories and their names spelled out."""
-    found = [
-        model.model_copy(update={"name": model.served_name, "path": str(local_model(model.path, progress))})
-        for model in config.gateway.models
-    ]
+def with_models_fetched(config: Config, progress: Callable[[str], None]) -> Config:
+    """``config`` once the models of ``gateway.models`` are here: their names and the paths of those that are folders spelled
+    out, so that processes elsewhere mean the same ones. ConfigError where one cannot be had.
+    """
+    found = []
+    for model in config.gateway.models:
+        directory = local_model(model.path, progress)
+        is_folder = Path(model.path).expanduser().absolute() == directory
+        found.append(model.model_copy(update={"name": model.served_name, "path": str(directory) if is_folder else model.path}))
     return config.model_copy(update={"gateway": config.gateway.model_copy(update={"models": tuple(found)})})
 
 

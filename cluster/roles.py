@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from moonpool.cluster.gateway.tenants.file import pool_quotas
 from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.membership import Membership
-from moonpool.cluster.models import kv_layout
+from moonpool.cluster.models import kv_layout, local_model
 from moonpool.cluster.process import Made, Say
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import key_id, load_hash_key
@@ -38,6 +38,7 @@ StartWorker = Callable[[Config, "Engine", Member, Peers], Awaitable[Service]]
 
 async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     """Loads and starts the service of ``spec.role``. MoonpoolError where configuration or machine do not allow it."""
+    spec = await asyncio.to_thread(_with_model_here, spec, say)
     config = spec.config
     hash_key = load_hash_key(Path(config.cluster.key_file))
     keys = kv_keys(config, Path.home())
@@ -58,6 +59,14 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
             return Made(gateway, replace(member, model="" if several else member.model, details=details))
         case Role.PREFILL | Role.DECODE | Role.BOTH:
             return await _worker(spec, member, peers, say)
+
+
+def _with_model_here(spec: RoleSpec, say: Say) -> RoleSpec:
+    """``model_dir`` as this host has it: whoever planned this process may have known a further model by its path only."""
+    path = spec.config.model.path
+    if not path or spec.role in (Role.CONDUCTOR, Role.GATEWAY) or (spec.model_dir / "config.json").is_file():
+        return spec
+    return replace(spec, model_dir=local_model(path, say))
 
 
 async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:

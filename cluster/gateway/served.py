@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from moonpool.cluster.gateway.conductors import Conductors
 from moonpool.cluster.gateway.decode_client import DecodeStreams
@@ -16,11 +19,14 @@ from moonpool.cluster.gateway.roster import Roster
 from moonpool.cluster.gateway.tenants.caller import ANYBODY, Caller
 from moonpool.cluster.gateway.tokenizer import TokenTable
 from moonpool.cluster.groups import Group
+from moonpool.cluster.models import local_model
 from moonpool.core.config import Config
 from moonpool.core.errors import UnknownModel
 from moonpool.core.ids import Role
 from moonpool.core.membership import Peers
 from moonpool.engine.guides import Guides
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +75,12 @@ class Models:
 
     @classmethod
     async def load(cls, config: Config, model_dir: Path, peers: Peers, streams: DecodeStreams, hash_key: bytes) -> Models:
-        """That of [model], which lies in ``model_dir``, and those of gateway.models, whose paths are directories."""
+        """That of [model], which lies in ``model_dir``, and those of gateway.models."""
         found: list[Served] = []
         try:
             for model in config.models:
                 own = config.model_copy(update={"model": model})
-                directory = model_dir if not found else Path(model.path)
+                directory = await asyncio.to_thread(local_model, model.path, _log.info) if found else model_dir
                 found.append(await Served.load(own, directory, peers, streams, hash_key))
         except BaseException:
             await cls(found).close()
