@@ -38,7 +38,7 @@ def rebalance(
     done; 1: a switch did not finish; 2: it could not be asked.
     """
     registry = find(name, config_file, settings).registry
-    code = asyncio.run(_rebalance(registry, model, apply, _wanted(switch or []), timeout_s, as_json))
+    code = asyncio.run(_rebalance(registry, apply, _wanted(switch or []), timeout_s, as_json, model))
     sys.exit(code)
 
 
@@ -54,7 +54,9 @@ def _wanted(switches: list[str]) -> dict[str, str]:
     return found
 
 
-async def _rebalance(registry: str, model: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool) -> int:
+async def _rebalance(
+    registry: str, apply: bool, wanted: dict[str, str], timeout_s: float, as_json: bool, model: str = ""
+) -> int:
     from moonpool.cluster import survey
     from moonpool.core.errors import ConfigError
 

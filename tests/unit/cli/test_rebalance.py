@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "conductor-0": Role.CONDUCTOR}
         return [MemberChange(Member(MemberId(n), r, NodeId("a"), 1, "a:1", 0), Liveness.LIVE) for n, r in roles.items()]
 
-    async def rebalance(registry: str, apply: bool, wanted: dict[str, str]) -> dict[str, Any]:
+    async def rebalance(registry: str, apply: bool, wanted: dict[str, str], model: str) -> dict[str, Any]:
         heard.append(wanted)
         switches = [{"worker": worker, "role": role} for worker, role in wanted.items()]
         told = {"forecast": FORECAST, "loads": [], "now": SPLIT, "best": SPLIT, "needed_prefill": 1, "needed_decode": 1}

@@ -171,7 +171,7 @@ def test_a_registry_of_its_own_runs_until_told_to_stop(tmp_path: Path) -> None:
     with child.stderr as err:
         address = err.readline().strip().rpartition(" ")[2]
         shown = run(tmp_path, "status", "--json", "--set", f"cluster.registry={address}")
-        assert json.loads(shown.stdout) == {"registry": address, "url": "", "leader": "", "members": []}
+        assert json.loads(shown.stdout) == {"registry": address, "url": "", "leader": "", "leaders": {}, "members": []}
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == 128 + signal.SIGTERM
 
