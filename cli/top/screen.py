@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.text import Text
 
-from moonpool.cluster.overview.picture import Flow, Picture, PoolLine, WorkerLine
+from moonpool.cluster.overview.picture import Flow, Picture, PoolLine, Share, WorkerLine
 
 NARROWEST = 40
 WIDE = 120  # from here on there is room for more columns
@@ -58,19 +58,16 @@ def _head(picture: Picture, name: str, width: int) -> Iterator[Text]:
         f"hits {share(picture.hit_share)}",
     ]
     yield Text("  ".join(parts))
-    yield Text("prompts  " + _shares(picture))
+    yield Text("prompts  " + (_shares(picture.sources) or "none yet"))
+    if tiers := _shares([one for one in picture.tiers if one.share > 0]):
+        yield Text("pools    " + tiers)
     if picture.refusals:
         told = (f"{one.reason} {one.count}" + (f" ({rate(one.rate, '/s')})" if one.rate else "") for one in picture.refusals)
         yield Text("refused  " + "  ".join(told), style="yellow")
 
 
-def _shares(picture: Picture) -> str:
-    """Where their KV came from."""
-    if not picture.sources:
-        return "none yet"
-    said = "  ".join(f"{one.name} {share(one.share)}" for one in picture.sources)
-    tiers = ", ".join(f"{one.name} {share(one.share)}" for one in picture.tiers if one.share > 0)
-    return said + (f"  (pools: {tiers})" if tiers else "")
+def _shares(shares: Sequence[Share]) -> str:
+    return "  ".join(f"{one.name} {share(one.share)}" for one in shares)
 
 
 def _pools(pools: Sequence[PoolLine], width: int) -> Iterator[Text]:

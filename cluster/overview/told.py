@@ -60,4 +60,7 @@ def recent_of(words: Mapping[str, str]) -> Recent:
 
 
 def _pair(raw: Any) -> tuple[float, float] | None:
-    return None if raw is None else (float(raw[0]), float(raw[1]))
+    if raw is None:
+        return None
+    median, high = raw
+    return float(median), float(high)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class Link:
     """One connection to the browser; events are kept by the session that they belong to."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket: ClientConnection = connect(endpoint, max_size=64 << 20, compression=None)
+        self._open = ExitStack()
+        self._socket: ClientConnection = self._open.enter_context(connect(endpoint, max_size=64 << 20, compression=None))
         self._next = 0
         self.events: dict[str, list[dict[str, Any]]] = {}
 
@@ -112,7 +114,7 @@ class Link:
             self.events.setdefault(event.get("sessionId", ""), []).append(event)
 
     def close(self) -> None:
-        self._socket.close()
+        self._open.close()
 
 
 class Page:
@@ -129,6 +131,10 @@ class Page:
         narrow = width < 600
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=narrow)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def before_each(self, script: str) -> None:
+        """Run in every document of this tab, before its own scripts."""
+        self._call("Page.addScriptToEvaluateOnNewDocument", source=script)
 
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)

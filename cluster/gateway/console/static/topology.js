@@ -93,7 +93,7 @@ function member(one, data) {
   const state = one.state !== "live" ? one.state : one.ready ? "ready" : "not ready";
   return h(
     "li",
-    { key: one.id, class: `member ${one.state}`, "data-member": one.id, "data-state": one.state },
+    { key: one.id, class: `member ${one.state}`, "data-member": one.id, "data-state": state },
     h(
       "div",
       { class: "who" },
