@@ -16,7 +16,7 @@ from moonpool.cluster.gateway.http import error_response, json_response
 from moonpool.cluster.gateway.not_offered import CODE, refusal_of
 from moonpool.cluster.gateway.served import Models, Served
 from moonpool.cluster.gateway.tenants.guard import caller_of
-from moonpool.core.errors import MoonpoolError
+from moonpool.core.errors import MoonpoolError, UnknownModel
 
 ALL = "*"
 
@@ -112,7 +112,10 @@ def _missing(models: Models, model: str) -> list[str]:
     if model == ALL:
         roles = [role for one in models.lacking() for role in one.roster.missing()]
     elif model:
-        roles = models.find(model).roster.missing()
+        found = models.named(model)
+        if found is None:  # which ones are is not for everybody to know, and this route is open to all
+            raise UnknownModel(f"model: {model[:100]!r} is not served here; GET /v1/models lists those that are", param="model")
+        roles = found.roster.missing()
     else:
         roles = models.missing()
     return [role.value for role in dict.fromkeys(roles)]

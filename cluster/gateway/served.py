@@ -91,6 +91,9 @@ class Models:
         """Those that ``caller`` may use."""
         return [one for one in self.all if caller.may_use(one.name)]
 
+    def named(self, name: str) -> Served | None:
+        return self._by_name.get(name)
+
     def find(self, name: str, caller: Caller = ANYBODY) -> Served:
         """UnknownModel, naming those that there are for ``caller``."""
         found = self._by_name.get(name)
