@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moonpool.core.use import Use
-from moonpool.kvstore.eviction.hazard import Hazard
+from moonpool.kvstore.eviction.hazard import KINDS, Hazard
 from moonpool.kvstore.eviction.reuse import ReuseHazard
 
 CHAT, ONCE = Use("a", "chat", 1, 4_000), Use("a", "once", 1, 4_000)
@@ -176,3 +176,12 @@ def test_after_a_change_of_traffic_the_short_memory_is_believed() -> None:
         if i == 4_900:
             assert model.index([1])[0] > 5 * model.index([2])[0]
     assert model.index([2])[0] > 5 * model.index([1])[0]
+
+
+def test_clients_that_name_ever_new_kinds_take_no_memory_and_the_first_ones_stay_apart() -> None:
+    policy = Hazard()
+    kinds = {name: policy._kind(Use("a", name)) for name in map(str, range(10 * KINDS))}
+    assert len(policy._kinds) < KINDS
+    assert len(set(kinds.values())) == KINDS - 1
+    assert all(0 < kind < KINDS for kind in kinds.values())
+    assert [policy._kind(Use("a", str(n))) for n in range(5)] == [kinds[str(n)] for n in range(5)]
