@@ -24,8 +24,9 @@ class Family:
     """``marks``: text that its parser looks for; special tokens among them have to stay visible to it.
 
     An answer with calls is written ``first``, then per call ``before``, the call, ``after``, with ``between`` between them,
-    then ``last``. ``arguments`` is the name that the call's object gives them. ``short_ids``: its templates want the ids
-    of calls to be nine letters or digits.
+    then ``last``. ``apart`` is written instead of ``first`` where an answer may be other JSON: both would begin with a brace,
+    and a grammar cannot wait to see which it is. ``arguments`` is the name that the call's object gives them.
+    ``short_ids``: its templates want the ids of calls to be nine letters or digits.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Family:
     marks: tuple[str, ...]
     arguments: str = "arguments"
     first: str = ""
+    apart: str = ""
     before: str = ""
     after: str = ""
     between: str = ""
@@ -48,7 +50,14 @@ HERMES = Family(
     after=f"\n{hermes.CLOSE}",
     between="\n",
 )
-LLAMA3 = Family("llama3_json", llama3.Llama3Parser, (llama3.OPEN,), arguments="parameters", between=f"{llama3.BETWEEN} ")
+LLAMA3 = Family(
+    "llama3_json",
+    llama3.Llama3Parser,
+    (llama3.OPEN,),
+    arguments="parameters",
+    apart=llama3.OPEN,
+    between=f"{llama3.BETWEEN} ",
+)
 MISTRAL = Family(
     "mistral",
     mistral.MistralParser,
@@ -100,9 +109,10 @@ def calling_grammar(
     Schemas are taken as they are. ``special_ids`` are those of the vocabulary's special tokens, by text.
     """
     more = f" (between call){{0,{MAX_CALLS - 1}}}" if parallel else ""
+    first = family.first if or_else is None else family.apart or family.first
     lines = [
         f"start: calls{' | answer' if or_else is not None else ''}",
-        f"calls: {_literal(family.first, special_ids)} call{more} {_literal(family.last, special_ids)}",
+        f"calls: {_literal(first, special_ids)} call{more} {_literal(family.last, special_ids)}",
         "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
     ]
     if parallel:
