@@ -33,7 +33,7 @@ class ProcessRecord:
         try:
             process = psutil.Process(self.pid)
             return bool(process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, ValueError):  # a number that no process has, or could have
             return False
 
     def signal(self, number: int) -> None:

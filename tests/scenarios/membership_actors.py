@@ -196,10 +196,10 @@ class EtcdActor:
         return self._write((self._address.life(MemberId(name)), encode(change)), (self._address.beat(MemberId(name)), b"1"))
 
     def _lapses(self, name: str) -> list[str]:
-        leading = self._keys.get(self._address.leader)
+        leading = self._keys.get(self._address.leader(""))
         gone: list[tuple[bytes, bytes | None]] = [(self._address.beat(MemberId(name)), None)]
         if leading is not None and name.encode() in (leading.value or b""):
-            gone.append((self._address.leader, None))
+            gone.append((self._address.leader(""), None))
         return self._write(*gone)
 
     def _ends(self, name: str, liveness: Liveness, proof: str) -> list[str]:
@@ -228,10 +228,10 @@ class EtcdActor:
         return []
 
     def _stands(self, name: str) -> list[str]:
-        leader, newest = self._keys.get(self._address.leader), self._keys.get(self._address.term)
+        leader, newest = self._keys.get(self._address.leader("")), self._keys.get(self._address.term)
         found = stand(self._address, member(name, self._lives[name]), max(self._known.values(), default=0), leader, newest)
         if not isinstance(found, Lead):
-            self._write((self._address.leader, found.leader), (self._address.term, found.newest))
+            self._write((self._address.leader(""), found.leader), (self._address.term, found.newest))
             found = Lead(MemberId(name), Incarnation(self._lives[name]), found.term, 0.0)
         self._known[name] = found.term
         return [who(found)]
