@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -194,11 +194,15 @@ class DecodeWorker:
 
         The first id has been appended to its sequence.
         """
-        for member, sampled in zip(live.members[1:], ids[1:], strict=True):
-            member.sequence.tokens.append(sampled.token)
+        told: Iterable[Sampled | None] = ids or [None] * len(live.members)
+        ended = []
+        for member, sampled in zip(live.members, told, strict=True):
+            if sampled is not None and member is not live:
+                member.sequence.tokens.append(sampled.token)
             member.cached_tokens = live.cached_tokens
-        told = zip(live.members, ids, strict=True) if ids else ((member, None) for member in live.members)
-        return [member for member, sampled in told if not member.over and self._emit(member, sampled)]
+            if not member.over and self._emit(member, sampled):
+                ended.append(member)
+        return ended
 
     def _fork(self, lead: Live) -> None:
         """The prompt is in pages, and every choice has its first id: from now on each is by itself. Nothing without family."""

@@ -3,8 +3,8 @@
 Order, as in vLLM: logit bias, minimum length, repetition penalty (prompt and outputs), frequency and presence penalties
 (outputs), what a guide allows, temperature, min-p, top-k, top-p. One uniform number per draw comes from Philox (Salmon et
 al., SC 2011) with the seed as key and the output position as counter, and picks by inverse distribution: over ids in their
-order where nothing is cut off, else over the ids kept, ordered by probability, then id. Reported logprobs are of the raw
-distribution, before any of this.
+order where neither top-k nor top-p is asked for, else over the ids kept, ordered by probability, then id. Reported logprobs
+are of the raw distribution, before any of this.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.errors import Bug
-from moonpool.core.request import FinishReason, Sampled, SamplingParams
+from moonpool.core.request import FinishReason, LogitBias, Sampled, SamplingParams
 from moonpool.engine import sampler
 from moonpool.engine.sampler import SamplerState, finish_reason, sample, uniform
 
@@ -31,6 +31,8 @@ def one(logits: list[float], s: SamplerState) -> Sampled:
 def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
     """The id, and how far the drawn number is from a border between two ids (or two logits from a tie)."""
     p, adjusted = s.params, list(logits)
+    for one in p.logit_bias:
+        adjusted[one.token] += one.bias
     if len(s.outputs) < p.min_tokens:
         for token in {*p.stop_token_ids, *(() if p.ignore_eos else EOS)}:
             adjusted[token] = -math.inf
@@ -43,11 +45,15 @@ def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
     order = sorted(range(VOCAB), key=lambda t: (-adjusted[t], t))
     if p.temperature == 0:
         return order[0], adjusted[order[0]] - adjusted[order[1]]
-    kept = order[: p.top_k] if p.top_k else order
-    if len(kept) == VOCAB and p.top_p == 1:
-        kept = list(range(VOCAB))
-    margin = adjusted[kept[-1]] - adjusted[order[len(kept)]] if len(kept) < VOCAB else math.inf
-    penalised = {*s.prompt, *s.outputs}
+    peak, least = adjusted[order[0]], math.log(p.min_p) * p.temperature if p.min_p else -math.inf
+    likely = [t for t in order if adjusted[t] >= peak + least]
+    edges = [abs(adjusted[t] - peak - least) for t in order if p.min_p and adjusted[t] > -math.inf]
+    kept = likely[: p.top_k] if p.top_k else likely
+    if not 0 < p.top_k < VOCAB and p.top_p == 1:
+        kept = sorted(likely)
+    margin = adjusted[order[len(kept) - 1]] - adjusted[order[len(kept)]] if len(kept) < VOCAB else math.inf
+    margin = min([margin, *edges])
+    penalised = {*s.prompt, *s.outputs, *(one.token for one in p.logit_bias)}
     for a, b in itertools.pairwise(order):  # equal but for rounding: either order is right
         if a in penalised or b in penalised:
             margin = min(margin, adjusted[a] - adjusted[b])
@@ -60,6 +66,7 @@ def dumb_token(logits: list[float], s: SamplerState) -> tuple[int, float]:
 
 
 tokens = st.integers(0, VOCAB - 1)
+biases = st.sampled_from([-100.0, -0.7, 0.4, 100.0])
 
 
 @st.composite
@@ -77,6 +84,8 @@ def states(draw: st.DrawFn) -> SamplerState:
         stop_token_ids=tuple(draw(st.lists(tokens, max_size=2))),
         ignore_eos=draw(st.booleans()),
         min_tokens=draw(st.integers(0, 4)),
+        min_p=draw(st.sampled_from([0.0, 0.1, 0.6, 1.0])),
+        logit_bias=tuple(LogitBias(t, b) for t, b in draw(st.dictionaries(tokens, biases, max_size=4)).items()),
     )
 
 
@@ -118,6 +127,30 @@ def test_top_p_keeps_the_same_ids_whether_few_or_thousands_are_needed(top_p: flo
 def test_an_id_without_weight_is_never_drawn_even_at_the_ends() -> None:
     mass = torch.tensor([0.0, 0.25, 0.25, 1.0, 1.0], dtype=torch.float64)
     assert [sampler._at_quantile(mass, u) for u in (0.0, 0.2, 0.25, 0.9, 1 - 2**-53)] == [1, 1, 3, 3, 3]
+
+
+def test_a_bias_rules_an_id_out_or_in_before_anything_else() -> None:
+    logits = [5.0, 0.0, *[1.0] * (VOCAB - 2)]
+    assert one(logits, state(temperature=0, logit_bias=(LogitBias(0, -100.0), LogitBias(7, 0.5)))).token == 7
+    assert {one(logits, state(logit_bias=(LogitBias(3, 100.0),), seed=seed)).token for seed in range(40)} == {3}
+    held_back = state(temperature=0, logit_bias=(LogitBias(1, 100.0),), min_tokens=1)
+    assert one(logits, held_back).token == 0, "an end of sequence waits whatever speaks for it"
+    unbiased = one(logits, state(temperature=0, logprobs=1))
+    assert one(logits, state(temperature=0, logprobs=1, logit_bias=(LogitBias(7, 3.9),))) == unbiased
+
+
+def test_ids_less_likely_than_a_share_of_the_likeliest_are_not_drawn() -> None:
+    logits = torch.log(torch.tensor([0.5, 0.26, 0.14, 0.1])).tolist()
+
+    def drawn(**values: object) -> set[int]:
+        return {sample(torch.tensor([logits]), [state(seed=seed, **values)], EOS)[0].token for seed in range(200)}
+
+    assert drawn(min_p=0.25) == {0, 1, 2}
+    assert drawn(min_p=0.5) == {0, 1}
+    assert drawn(min_p=1.0) == {0}
+    assert drawn(min_p=0.25, top_k=2) == {0, 1}
+    assert drawn(min_p=0.5, temperature=2.0) == {0, 1, 2}, "after the temperature"
+    assert drawn(min_p=0.5, top_p=0.6) == {0}, "what top_p sees is what min_p left"
 
 
 def test_frequencies_follow_the_distribution() -> None:
