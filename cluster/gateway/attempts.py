@@ -249,7 +249,7 @@ class _Trial:
             outcome=outcome,
         )
         self._of._conductors.tell(self._opened.conductor, finished)
-        if outcome == "ok" and arrivals:
+        if outcome == "ok" and arrivals and self._opened.first:
             self._of.watch.predicted("ttft", arrivals[0] - self._placed, self._placement.predicted_ttft_ms / 1e3)
             self._of.watch.predicted("tbt", finished.tbt_ms / 1e3, self._placement.predicted_tbt_ms / 1e3)
 

@@ -203,7 +203,8 @@ class Endpoints:
             self._remember(visit, visit.id, 0, visit.lifetime)
         for run in visit.generation.runs if visit.generation else ():
             self._run_left(visit, run)
-        self._log_request(visit)
+        with self._metrics.guarded():
+            self._log_request(visit)
 
     def _run_left(self, visit: Visit, run: Run) -> None:
         request, life, usage = run.ledger.request, run.lifetime, run.usage

@@ -113,8 +113,10 @@ async def test_a_metric_that_fails_ends_no_request(tiny: Front, monkeypatch: pyt
         raise RuntimeError("no metric today")
 
     metrics = tiny.gateway._metrics
-    for name in ("count", "finished"):
+    for name in ("count", "finished", "left", "judge"):
         monkeypatch.setattr(metrics, name, fails)
+    monkeypatch.setattr(metrics.gaps.of["tiny"], "observe", fails)
+    monkeypatch.setattr(metrics.prediction, "labels", fails)
     monkeypatch.setattr(metrics.requests, "labels", fails)
     monkeypatch.setattr(metrics.in_flight, "set", fails)
     body = {"model": "tiny", "prompt": "once", "max_tokens": 3}
