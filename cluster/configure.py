@@ -18,13 +18,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from moonpool.cluster.etcd.address import is_etcd, registry_of
-from moonpool.core.config import Config, ModelConfig, NodeConfig, SchedulerConfig, SecurityConfig
-from moonpool.core.errors import ConfigError, InvalidRequest
-from moonpool.core.ids import checked_name
+from moonpool.cluster.consistent import WRITE_SIZE, require_consistent
+from moonpool.core.config import Config, ModelConfig, NodeConfig
+from moonpool.core.errors import ConfigError
 from moonpool.core.parsing import read_json, read_toml
 from moonpool.core.principal import IDENTITY
-from moonpool.core.use import DEFAULT_TENANT
 
 PREFIX = "MOONPOOL_"
 # Read by tests, scripts and channels, not by the configuration.
@@ -52,14 +50,11 @@ JSON_KEYS = {
     "scheduler.admission_settings": '{"reserve": 0.1}',
     "scheduler.planner_settings": '{"hold_s": 8}',
 }
-DECIDING = ("policy", "policy_settings", "admission", "admission_settings", "planner_settings")
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 
-MAX_MODEL_CHARS = 200
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(KiB|MiB|GiB|TiB)\s*\Z", re.IGNORECASE)
 _SIZED = ("_bytes", "_bytes_per_s")
-_WRITE_SIZE = "write bytes, or KiB, MiB, GiB, TiB after a number"
 _UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -93,7 +88,7 @@ def load_config(file: Path | None, env: Mapping[str, str], overrides: Mapping[st
         _require_known(key, all_keys(), COMMAND_LINE)
         values[key], origins[key] = _from_text(key, text, COMMAND_LINE), COMMAND_LINE
     config = _validate(values, origins)
-    _check_together(config)
+    require_consistent(config)
     return config, origins
 
 
@@ -163,7 +158,7 @@ def read_size(text: str, name: str) -> int:
     if isinstance(size, int):
         return size
     if not text.strip().isdecimal():
-        raise ConfigError(f"{name}: {text!r} is no size; {_WRITE_SIZE}", param=name)
+        raise ConfigError(f"{name}: {text!r} is no size; {WRITE_SIZE}", param=name)
     return int(text)
 
 
@@ -210,123 +205,6 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     told = sections()[section].model_fields[name].description if name else None
     wanted = first["msg"].replace("Input should be", "must be")
     if (key.endswith(_SIZED) or key == "store.quotas") and first["type"] in ("int_parsing", "float_parsing", "int_from_float"):
-        wanted = f"is no size; {_WRITE_SIZE}"
+        wanted = f"is no size; {WRITE_SIZE}"
     message = f"{key}{rest}: {reprlib.repr(first['input'])} ({origins.get(key, DEFAULT)}) {wanted}"
     return ConfigError(message + (f" ({told})" if told else ""), param=key)
-
-
-def _check_together(config: Config) -> None:
-    """What no single field can say."""
-    cluster, timing = config.cluster, config.timing
-    checked_name(cluster.name, "cluster.name")
-    seen: set[str] = set()
-    for node in cluster.nodes:
-        checked_name(node.name, "cluster.nodes[].name")
-        if node.name in seen:
-            raise ConfigError(
-                f"cluster.nodes: {node.name!r} appears twice; give every node its own name", param="cluster.nodes"
-            )
-        seen.add(node.name)
-    registry_of(config)
-    _check_models(config)
-    _check_security(config.security)
-    for tenant, size in config.store.quotas.items():
-        if size < 0:
-            raise ConfigError(f"store.quotas: {size} bytes for {tenant!r} is below 0; {_WRITE_SIZE}", param="store.quotas")
-    if DEFAULT_TENANT in config.store.quotas:
-        raise ConfigError(
-            f"store.quotas: {DEFAULT_TENANT!r} is whoever names no tenant, and has no quota; name another", param="store.quotas"
-        )
-    if config.security.kv_encryption != "off":
-        from moonpool.kvstore.transfer.sealable import require_sealable
-
-        require_sealable(config.transfer)
-    _check_roles(config)
-    _check_scheduler(config.scheduler)
-    if timing.silent_after_ms < 2 * timing.heartbeat_ms:
-        raise ConfigError(
-            f"timing.silent_after_ms: {timing.silent_after_ms} is below two heartbeats of {timing.heartbeat_ms} ms; "
-            f"use at least {2 * timing.heartbeat_ms}",
-            param="timing.silent_after_ms",
-        )
-    one_machine = cluster.ray_address == "local" and not cluster.registry  # elsewhere it is known once their hosts are
-    if one_machine and len(cluster.nodes) > 1 and config.transfer.ucx_tls != "tcp":
-        raise ConfigError(
-            f"transfer.ucx_tls: {config.transfer.ucx_tls!r} is refused between node ids on one machine; use tcp",
-            param="transfer.ucx_tls",
-        )
-
-
-def _check_security(security: SecurityConfig) -> None:
-    if bool(security.https_cert) != bool(security.https_key):
-        missing = "security.https_key" if security.https_cert else "security.https_cert"
-        raise ConfigError(f"{missing}: missing; HTTPS needs a certificate and its key", param=missing)
-    if security.tls == "files" and not security.tls_dir:
-        raise ConfigError(
-            "security.tls_dir: missing; with tls = files name the folder of `moonpool certs make`", param="security.tls_dir"
-        )
-
-
-def _check_scheduler(scheduler: SchedulerConfig) -> None:
-    """Names and numbers that only their owners know; imported where somebody chose other ones, since they are heavy."""
-    chosen = SchedulerConfig(**{name: getattr(scheduler, name) for name in DECIDING})
-    if chosen == SchedulerConfig():
-        return
-    from moonpool.cluster.deciding import admission_of, policy_of
-    from moonpool.cluster.role_moves import planner_settings
-
-    try:
-        policy_of(scheduler)
-        admission_of(scheduler)
-        planner_settings(scheduler)
-    except InvalidRequest as e:
-        raise ConfigError(e.message, param=e.param) from e
-
-
-def _check_models(config: Config) -> None:
-    """Every name and alias means one model."""
-    seen: set[str] = set()
-    for model in config.models:
-        for name in (model.served_name, *model.aliases):
-            if len(name) > MAX_MODEL_CHARS or not name.isprintable() or (name != name.strip()):
-                raise ConfigError(
-                    f"model.name: {name[:MAX_MODEL_CHARS]!r} is no name of a model; use up to {MAX_MODEL_CHARS} printable "
-                    "characters", param="model.name",
-                )  # fmt: skip
-            if name in seen:
-                raise ConfigError(
-                    f"gateway.models: {name!r} names two models; give each of gateway.models a name and aliases that nothing "
-                    "else has, [model] included", param="gateway.models",
-                )  # fmt: skip
-            seen.add(name)
-
-
-def _check_roles(config: Config) -> None:
-    """Of every model that nodes serve."""
-    nodes, served = config.cluster.nodes, {model.served_name for model in config.models}
-    for node in nodes:
-        if node.model and node.model not in served:
-            raise ConfigError(
-                f"cluster.nodes: node {node.name!r} is of model {node.model!r}; use one of {', '.join(sorted(served))}, or add "
-                "it to gateway.models", param="cluster.nodes",
-            )  # fmt: skip
-    groups = dict.fromkeys(node.model or config.model_name for node in nodes)
-    elsewhere = is_etcd(config.cluster.registry)  # gateways and conductors may have been started by others
-    for model in groups:
-        mine = [n for n in nodes if model == (n.model or config.model_name)]
-        _check_group(model, mine, alone=len(groups) == 1, elsewhere=elsewhere)
-    if not elsewhere and not sum(node.gateway for node in nodes):
-        raise ConfigError("cluster.nodes: no gateway; give one node gateway = 1", param="cluster.nodes")
-
-
-def _check_group(model: str, nodes: list[NodeConfig], *, alone: bool, elsewhere: bool) -> None:
-    whose = "" if alone else f" of model {model!r}"
-    counts = {role: sum(getattr(n, role) for n in nodes) for role in ("prefill", "decode", "both", "conductor")}
-    if not counts["both"] and not (counts["prefill"] and counts["decode"]):
-        raise ConfigError(
-            f"cluster.nodes: {counts['prefill']} prefill, {counts['decode']} decode and no `both` worker{whose} cannot answer; "
-            "give at least one prefill and one decode worker, or one `both`",
-            param="cluster.nodes",
-        )
-    if not elsewhere and not counts["conductor"]:
-        raise ConfigError(f"cluster.nodes: no conductor{whose}; give one node conductor = 1", param="cluster.nodes")
