@@ -91,7 +91,9 @@ class Link:
 
     def __init__(self, endpoint: str) -> None:
         self._open = ExitStack()
-        self._socket: ClientConnection = self._open.enter_context(connect(endpoint, max_size=64 << 20, compression=None))
+        self._socket: ClientConnection = self._open.enter_context(
+            connect(endpoint, max_size=64 << 20, compression=None, ping_interval=None)
+        )
         self._next = 0
         self.events: dict[str, list[dict[str, Any]]] = {}
 

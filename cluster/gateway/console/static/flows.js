@@ -74,8 +74,14 @@ function arc(link, at, busiest, flat, i) {
     h("path", { d: path, "stroke-width": width.toFixed(2), class: "way" }),
     busy ? h("path", { d: path, "stroke-width": Math.max(1.4, width * 0.5).toFixed(2), class: "drops" }) : null,
     head(end, [mx, my], width),
-    flat || busy ? h("text", { x: (mx * 0.5 + (x1 + x2) * 0.25).toFixed(1), y: (my * 0.5 + (y1 + y2) * 0.25 + (dx > 0 ? -8 : 18) - (flat ? 0 : 2)).toFixed(1), "text-anchor": "middle", class: "amount" }, `${link.carrier} ${shown}`) : null,
+    flat || busy ? label(`${link.carrier} ${shown}`, [(x1 + x2 + 2 * mx) / 4 + dy * 13, (y1 + y2 + 2 * my) / 4 - dx * 13], dy) : null,
   );
+}
+
+// On the outer side of its arc, away from the line.
+function label(text, [x, y], side) {
+  const anchor = Math.abs(side) < 0.4 ? "middle" : side > 0 ? "start" : "end";
+  return h("text", { x: x.toFixed(1), y: (y + 4).toFixed(1), "text-anchor": anchor, class: "amount" }, text);
 }
 
 function edge([x, y], [mx, my], r) {
