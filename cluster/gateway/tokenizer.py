@@ -90,7 +90,7 @@ class Tokenizer:
                 "messages: this model has no chat template; use /v1/completions, or add chat_template.jinja to the model",
                 param="messages",
             )
-        seen = [dict(m) for m in messages]
+        seen = rendering.with_names(messages)
         if not knows_tools(self._template(tools)):
             seen, tools = rendering.in_text(seen, tools if may_call else ()), ()
         elif self.family is not None and self.family.short_ids:

@@ -83,7 +83,7 @@ def family_of(template: str) -> Family | None:
         return MISTRAL
     if hermes.OPEN in template:
         return None if "<function=" in template else HERMES
-    if '"parameters"' in template or llama3.OPEN in template:
+    if llama3.OPEN in template or ("<|start_header_id|>" in template and '"parameters"' in template):
         return LLAMA3
     return None
 

@@ -167,6 +167,8 @@ def test_after_many_beginnings_that_were_none_no_more_is_looked_for() -> None:
         ("{% if tools %}<tools>{{ tools | tojson }}</tools><tool_call>{% endif %}", HERMES),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", MISTRAL),
         ('{% if tools is not none %}{"name": function name, "parameters": ...}<|python_tag|>{% endif %}', LLAMA3),
+        ('{% if tools %}<|start_header_id|>{"name": function name, "parameters": ...}{% endif %}', LLAMA3),
+        ('{% if tools %}{"name": ..., "parameters": ...}{% endif %}', None),
         ("{% if tools %}<tool_call><function=f><parameter=a>{% endif %}", None),
         ("{% if tools %}<｜tool▁calls▁begin｜>{% endif %}", None),
     ],
