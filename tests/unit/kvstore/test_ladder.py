@@ -70,6 +70,9 @@ async def test_cold_blocks_go_down_before_their_room_is_taken_and_come_up_right(
         numbers = node.numbers()
         assert numbers["ssd_reads_ok"] == 6
         assert numbers["pins"] == numbers["promotions_open"] == 0
+        await require_right(client, keys)
+        found = {tier: node.numbers()[f"prefix_tokens_{tier}_count"] for tier in ("dram", "ssd", "shared")}
+        assert found == {"dram": 6 * LAYOUT.block_tokens, "ssd": 6 * LAYOUT.block_tokens, "shared": 0}, "where they lay then"
 
 
 async def test_readers_of_one_prefix_share_its_way_up(tmp_path: Path) -> None:
@@ -224,6 +227,7 @@ async def test_what_one_node_sealed_another_finds_in_the_shared_tier(tmp_path: P
         assert await client.lookup(keys) == 0
         await require_right(client, keys)
         assert node.numbers()["shared_reads_ok"] == 6
+        assert node.numbers()["prefix_tokens_shared_count"] == 6 * LAYOUT.block_tokens
 
 
 async def test_what_is_cleared_leaves_the_shared_tier_too(tmp_path: Path) -> None:
