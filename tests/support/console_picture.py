@@ -19,7 +19,7 @@ from support.browser import Browser, Page
 from support.cluster import LocalCluster, running
 
 NODES = [{"name": "a", "prefill": 1}, {"name": "b", "prefill": 1}, {"name": "c", "decode": 1, "conductor": 1, "gateway": 1}]
-WIDTH, HEIGHT = 1280, 890
+WIDTH, HEIGHT = 1280, 930
 WARM_S = 45.0
 WORDS = ["moon", "tide", "harbour", "layer", "token", "prefill", "decode", "river", "stone", "lantern", "cloud", "north"]
 MOST_BYTES = 300_000
