@@ -32,7 +32,7 @@ def stop(config: Config, say: Say) -> None:
         if not cluster.job or not session.dashboard:
             why = "no Ray job" if not cluster.job else "and this Ray has no dashboard to ask"
             raise ConfigError(
-                f"cluster.name: {config.cluster.name!r} is kept by {cluster.supervisor}, {why}; stop it there (SIGTERM, Ctrl-C)",
+                f"cluster.name: {config.cluster.name!r} is kept by {cluster.supervisor}, {why}; stop it there (SIGTERM)",
                 param="cluster.name",
             )
         say(f"stopping Ray job {cluster.job}")

@@ -56,6 +56,7 @@ class RayCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token" if token else "disabled",
             "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_raylet_start_wait_time_s": "120",
             **(variables or {}),
         }
         if token:

@@ -69,7 +69,9 @@ def test_chosen_ports_are_the_first_of_those_that_processes_and_store_nodes_take
 
 @pytest.mark.parametrize("role", list(Role))
 def test_whoever_ends_a_process_waits_longer_than_it_takes_to_leave(role: Role) -> None:
-    config = Config(timing=TimingConfig(drain_ms=1_000), store=StoreConfig(drain_ms=20_000), gateway=GatewayConfig(drain_ms=300))
+    config = Config(
+        timing=TimingConfig(drain_ms=1_000), store=StoreConfig(drain_ms=20_000), gateway=GatewayConfig(drain_ms=300)
+    )
     leaves_s = {Role.STORE: 1.0 + 2 * 20.0, Role.GATEWAY: 0.3}.get(role, 1.0)  # docs/operations.md, Leaving and restarting
     assert end_s(config, role) == leaves_s + END_S
 
@@ -103,7 +105,12 @@ def test_nodes_of_one_machine_share_half_of_its_memory_for_their_pools() -> None
         ({}, {}, ["one", "one"], ""),
         ({}, {}, ["one", "two"], "cluster.host: 127.0.0.1 cannot be the address of processes on 2 machines"),
         ({"host": "auto"}, {}, ["one", "one"], ""),
-        ({"host": "auto"}, {}, ["one", "two"], "gateway.host: 127.0.0.1 is reached on the gateway's own machine only, and node b"),
+        (
+            {"host": "auto"},
+            {},
+            ["one", "two"],
+            "gateway.host: 127.0.0.1 is reached on the gateway's own machine only, and node b",
+        ),
         ({"host": "auto"}, {"host": "auto"}, ["one", "two"], ""),
         ({"host": "auto"}, {"host": "auto"}, ["two", "two"], ""),
     ],

@@ -47,13 +47,21 @@ def test_resources_that_have_a_setting_of_their_own_are_refused(name: str, setti
         ([ray_node(1.2)], {}, ""),
         ([ray_node(0.5), ray_node(0.6)], {}, "node 'b' needs 0.7 CPU, no Ray node has more than 0.6"),
         ([ray_node(1.1)], {}, "these processes need 1.2 CPU, Ray has 1.1"),
-        ([ray_node(2, room="decode")], {}, "node 'a' wants labels room=prefill, and no Ray node has them (there are room=decode)"),
+        (
+            [ray_node(2, room="decode")],
+            {},
+            "node 'a' wants labels room=prefill, and no Ray node has them (there are room=decode)",
+        ),
         ([], {}, "Ray has no live node"),
         ([ray_node(2, 2)], {"ray_gpus_per_worker": 1}, ""),
         ([ray_node(2, 1)], {"ray_gpus_per_worker": 1}, "these processes need 2 GPU, Ray has 1"),
         ([ray_node(2)], {"ray_gpus_per_worker": 1}, "node 'a' needs 1 GPU, no Ray node like that has more than 0"),
         ([ray_node(2)], {"ray_strategy": "STRICT_SPREAD"}, "STRICT_SPREAD needs 2 Ray nodes, there are 1"),
-        ([ray_node(1), ray_node(1)], {"ray_strategy": "STRICT_PACK"}, "STRICT_PACK needs 1.2 CPU on one Ray node, none has more than 1"),
+        (
+            [ray_node(1), ray_node(1)],
+            {"ray_strategy": "STRICT_PACK"},
+            "STRICT_PACK needs 1.2 CPU on one Ray node, none has more than 1",
+        ),
     ],
 )
 def test_what_ray_lacks_is_named(nodes: list[RayNode], more: dict[str, Any], missing: str) -> None:
