@@ -248,3 +248,29 @@ checksum/config: {{ include "moonpool.toml" .root | sha256sum }}
 {{- end -}}
 {{- toYaml $affinity -}}
 {{- end }}
+
+{{/* Ends once the gateways serve. */}}
+{{- define "moonpool.waitContainer" -}}
+name: wait
+image: {{ include "moonpool.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command: [python3, -c]
+args:
+  - |
+    import ssl, time, urllib.request
+    url, end = "{{ include "moonpool.url" . }}/ready", time.monotonic() + 3600
+    while True:
+        try:
+            print(urllib.request.urlopen(url, timeout=10, context=ssl._create_unverified_context()).read().decode())
+            break
+        except OSError as e:
+            if time.monotonic() > end:
+                raise
+            print(f"{url}: {e}", flush=True)
+            time.sleep(5)
+resources:
+  requests: {cpu: 50m, memory: 64Mi}
+  limits: {memory: 128Mi}
+securityContext:
+  {{- include "moonpool.containerSecurity" (dict "root" . "rdma" false) | nindent 2 }}
+{{- end }}

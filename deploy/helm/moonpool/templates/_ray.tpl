@@ -18,8 +18,10 @@ env:
   {{- end }}
 {{- end }}
 
-{{/* The pod that hands a job to Ray and follows it. */}}
+{{/* (root, wait): the pod that hands a job to Ray and follows it. wait: once gateways serve. */}}
 {{- define "moonpool.submitter" -}}
+{{- $wait := .wait }}
+{{- with .root -}}
 metadata:
   labels:
     {{- include "moonpool.labels" . | nindent 4 }}
@@ -27,6 +29,10 @@ metadata:
 spec:
   restartPolicy: Never
   {{- include "moonpool.podHead" (dict "root" . "grace" 30) | nindent 2 }}
+  {{- if $wait }}
+  initContainers:
+    - {{ include "moonpool.waitContainer" . | nindent 6 | trim }}
+  {{- end }}
   containers:
     - name: submitter
       image: {{ include "moonpool.image" . }}
@@ -47,4 +53,5 @@ spec:
   volumes:
     - name: tmp
       emptyDir: {sizeLimit: 1Gi}
+{{- end }}
 {{- end }}
