@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from support.store import Roll, config, store_node
 
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
-from moonpool.cluster.probe.catalogue.declared import DECLARED, metrics, numbers_of, series_names
+from moonpool.cluster.probe.catalogue.declared import DECLARED, TOLD_OTHERWISE, metrics, numbers_of, series_names
 from moonpool.cluster.probe.catalogue.metric import Kind
 from moonpool.cluster.probe.catalogue.of_gateway import COUNTED
 from moonpool.cluster.probe.catalogue.page import with_tables
@@ -149,3 +150,13 @@ def test_a_series_is_there_before_anything_happened() -> None:
         assert ("moonpool_gateway_targeted_requests_total", ("model", "tiny"), ("result", result)) in told
     assert ("moonpool_gateway_refusals_total", ("model", "tiny"), ("reason", "no_path")) in told
     assert ("moonpool_gateway_itl_seconds_count", ("model", "tiny")) in told
+
+
+async def test_all_that_a_store_node_with_every_tier_says_is_declared(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    made = config(tmp_path, slots=8)
+    tiers = {"ssd_path": str(tmp_path / "ssd"), "ssd_bytes": 16 << 20, "shared_path": str(tmp_path / "shared")}
+    async with store_node(made.model_copy(update={"store": made.store.model_copy(update=tiers)}), Roll()) as node:
+        said = node.numbers().keys()
+        assert said <= numbers_of("store") | TOLD_OTHERWISE
+        assert {"ssd_bytes", "shared_readable", "library_clients"} <= said, "all parts speak"
