@@ -29,6 +29,7 @@ MAX_KEYS = 10_000
 MAX_TOKEN_CHARS = 128
 _NAMED = ("name", "tenant", "region", "[key]")
 _NAME_RULE = "must be up to 64 letters, digits, dots, dashes and underscores, the first one a letter or digit"
+_MODEL_RULE = "must be the name of a model: up to 200 characters, no quote, backslash or control character among them"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Name = Annotated[str, Field(pattern=_NAME)]
@@ -163,7 +164,14 @@ def checked(values: dict[str, Any], where: str) -> Book:
     except ValidationError as e:
         first = e.errors(include_url=False, include_input=False, include_context=False)[0]
         entry = ".".join(str(part) for part in first["loc"])
-        told = _NAME_RULE if first["type"] == "string_pattern_mismatch" and first["loc"][-1] in _NAMED else first["msg"]
+        odd = first["type"] == "string_pattern_mismatch"
+        told = (
+            _NAME_RULE
+            if odd and first["loc"][-1] in _NAMED
+            else _MODEL_RULE
+            if odd and "models" in first["loc"]
+            else first["msg"]
+        )
         told = told.removeprefix("Value error, ").replace("Input should be", "must be")
         raise ConfigError(f"{FIELD}: {where}: {entry}: {told}", param=FIELD) from None
 

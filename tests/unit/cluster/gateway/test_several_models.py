@@ -152,6 +152,11 @@ async def test_a_tenant_that_may_use_one_model_is_told_of_no_other(tiny_dir: Pat
         assert [one["id"] for one in listed] == ["other", "gpt-4o-mini", "best"]
 
 
+def test_a_name_that_no_model_has_is_refused_in_the_file_of_keys(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.t\.models\.0: must be the name of a model"):
+        edit_book(tmp_path / "keys.toml", lambda book: {"tenants": {"t": {"models": ['a"b']}}})
+
+
 @pytest.mark.parametrize("path", ["embeddings", "responses", "moderations", "audio/speech", "images/generations"])
 async def test_what_is_not_offered_says_so_and_what_is(both: Front, path: str) -> None:
     answer = await both.client.post(f"/v1/{path}", json={"model": "tiny", "input": "x"})
