@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.cluster.gateway.bodies import ChatBody, SamplingBody
 from moonpool.cluster.gateway.structured import MAX_GUIDE_BYTES, schema_text
 from moonpool.cluster.gateway.tokenizer import Tokenizer
-from moonpool.cluster.gateway.tool_calls.families import Family, Function, calling_grammar
+from moonpool.cluster.gateway.tool_calls.families import Family, Function, calling_grammar, free_grammar
 from moonpool.cluster.gateway.tool_calls.reading import ToolParser
 from moonpool.core.errors import InvalidRequest
 from moonpool.core.request import Guide, GuideKind
@@ -33,11 +33,14 @@ def guide_of(body: SamplingBody, family: Family | None, special_ids: Mapping[str
         return guided
     if family is None:
         raise InvalidRequest(_NO_PARSER, param="tools")
-    if not body.must_call and guided is None:
+    if not body.must_call and not body.strict and guided is None:
         return None
     answer = None if body.must_call or guided is None else _answer_schema(*guided)
     functions = [Function(one.name, written_as(_checked(i, one.schema))) for i, one in enumerate(body.functions)]
-    text = calling_grammar(family, functions, special_ids, parallel=body.several_calls, or_else=answer)
+    if body.must_call or answer is not None:
+        text = calling_grammar(family, functions, special_ids, parallel=body.several_calls, or_else=answer)
+    else:
+        text = free_grammar(family, functions, special_ids, parallel=body.several_calls)
     if len(text) > MAX_TOOLS_BYTES:
         raise InvalidRequest(f"tools: {len(text)} bytes of schemas; use at most {MAX_TOOLS_BYTES}", param="tools")
     return ("tools" if guided is None else guided[0]), Guide(GuideKind.GRAMMAR, text)

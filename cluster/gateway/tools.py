@@ -18,7 +18,7 @@ class ToolFunction(Body):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments; none: no arguments")
-    strict: bool | None = Field(None, description="accepted; arguments follow the schema where the call is required")
+    strict: bool | None = Field(None, description="arguments always follow the schema, as they do where a call is required")
 
 
 class Tool(Body):
@@ -100,7 +100,17 @@ class ToolUse(Body):
 
     @property
     def functions(self) -> list[Function]:
-        return [Function(t.function.name, _arguments_schema(t.function.parameters)) for t in self.callable]
+        """With the schemas that calls follow: any object, where the model is free to call and the tool is not strict."""
+        free = not self.must_call
+        return [
+            Function(one.name, {"type": "object"} if free and not one.strict else _arguments_schema(one.parameters))
+            for one in (tool.function for tool in self.callable)
+        ]
+
+    @property
+    def strict(self) -> bool:
+        """Whether some tool that may be called is."""
+        return any(tool.function.strict for tool in self.callable)
 
     @model_validator(mode="after")
     def _known_tools(self) -> Self:

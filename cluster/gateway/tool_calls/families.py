@@ -108,22 +108,48 @@ def calling_grammar(
 
     Schemas are taken as they are. ``special_ids`` are those of the vocabulary's special tokens, by text.
     """
-    more = f" (between call){{0,{MAX_CALLS - 1}}}" if parallel else ""
     first = family.first if or_else is None else family.apart or family.first
-    lines = [
-        f"start: calls{' | answer' if or_else is not None else ''}",
-        f"calls: {_literal(first, special_ids)} call{more} {_literal(family.last, special_ids)}",
-        "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
-    ]
-    if parallel:
-        lines.append(f"between: {_literal(family.between, special_ids)}")
-    for i, function in enumerate(functions):
-        head = f'{{"name": {json.dumps(function.name)}, "{family.arguments}": '
-        before, after = _literal(family.before + head, special_ids), _literal("}" + family.after, special_ids)
-        lines.append(f"call_{i}: {before} %json {json.dumps(function.schema)} {after}")
+    lines = [f"start: calls{' | answer' if or_else is not None else ''}"]
+    lines += _calls(family, first, family.before, functions, special_ids, several=parallel)
     if or_else is not None:
         lines.append(f"answer: %json {json.dumps(or_else)}")
     return "\n".join(lines) + "\n"
+
+
+def free_grammar(family: Family, functions: Sequence[Function], special_ids: Mapping[str, int], *, parallel: bool) -> str:
+    """Lark text of any answer whose calls, should there be some, follow their schemas."""
+    if family.apart:  # its calls are the whole answer
+        lines = ["start: calls | other?", "other: /[^{ \\t\\r\\n](.|\\n)*/"]
+        return "\n".join(lines + _calls(family, "", family.before, functions, special_ids, several=parallel)) + "\n"
+    mark = family.marks[0]
+    lazy = "" if mark in special_ids else "[lazy]"
+    lines = ["start: (head calls)* tail", f"head{lazy}: TEXT {_literal(mark, special_ids)}", "tail: TEXT", "TEXT: /(.|\\n)*/"]
+    first, before = family.first.removeprefix(mark), family.before.removeprefix(mark)
+    return "\n".join(lines + _calls(family, first, before, functions, special_ids, several=bool(first) and parallel)) + "\n"
+
+
+def _calls(
+    family: Family,
+    first: str,
+    before: str,
+    functions: Sequence[Function],
+    special_ids: Mapping[str, int],
+    *,
+    several: bool,
+) -> list[str]:
+    """The rule ``calls`` and what it is made of."""
+    more = f" (between call){{0,{MAX_CALLS - 1}}}" if several else ""
+    lines = [
+        f"calls: {_literal(first, special_ids)} call{more} {_literal(family.last, special_ids)}",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(functions))),
+    ]
+    if several:
+        lines.append(f"between: {_literal(family.between, special_ids)}")
+    for i, function in enumerate(functions):
+        head = f'{{"name": {json.dumps(function.name)}, "{family.arguments}": '
+        opening, closing = _literal(before + head, special_ids), _literal("}" + family.after, special_ids)
+        lines.append(f"call_{i}: {opening} %json {json.dumps(function.schema)} {closing}")
+    return lines
 
 
 def _literal(text: str, special_ids: Mapping[str, int]) -> str:

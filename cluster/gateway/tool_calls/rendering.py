@@ -69,10 +69,11 @@ def _json(value: object) -> str:
 
 def with_names(messages: Iterable[Message]) -> list[dict[str, Any]]:
     """Results that do not say which function they are of get its name from their call: some templates ask for it."""
-    out, names = [], {}
+    out: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
-        name = names.get(message.get("tool_call_id"))
+        name = names.get(message.get("tool_call_id", ""))
         unnamed = message["role"] == "tool" and "name" not in message and name is not None
         out.append({**message, "name": name} if unnamed else dict(message))
     return out

@@ -54,8 +54,8 @@ def body(**fields: Any) -> ChatBody:
     )
 
 
-def answers(folder: Path, family: Family, asked: ChatBody, seeds: range) -> list[str]:
-    """Texts of answers that ended by themselves, as a parser sees them: with all marks."""
+def answers(folder: Path, family: Family, asked: ChatBody, seeds: range, start: str = "") -> list[str]:
+    """Texts of answers that ended by themselves, as a parser sees them: with all marks. They begin with ``start``."""
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     special = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
     eos = frozenset({special[TURN_END]})
@@ -64,7 +64,8 @@ def answers(folder: Path, family: Family, asked: ChatBody, seeds: range) -> list
     assert found is not None
     texts = []
     for seed in seeds:
-        params, outputs = SamplingParams(max_tokens=600, seed=seed, guide=found[1]), list[int]()
+        params = SamplingParams(max_tokens=600, seed=seed, guide=found[1])
+        outputs = backend.encode(start, add_special_tokens=False).ids
         ended = None
         while ended is None:
             logits = torch.randn(
@@ -124,3 +125,23 @@ def test_with_a_schema_for_the_answer_it_is_that_or_calls(folder: Path, family: 
         if content:
             jsonschema.validate(json.loads(content), FORM)
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("family", [HERMES, LLAMA3, MISTRAL], ids=lambda family: family.name)
+def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(folder: Path, family: Family) -> None:
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
+    asked = body(tools=strict)
+    starts = {HERMES: "Well.<tool_call>", LLAMA3: "{", MISTRAL: "Well.[TOOL_CALLS]"}
+    called = 0
+    for text in answers(folder, family, asked, range(8), starts[family]):
+        content, calls = calls_of(family, asked, text)
+        called += len(calls)
+        for name, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[name])
+        assert not content or content.startswith("Well.")
+        assert calls, text
+    assert called
+    for text in answers(folder, family, asked, range(6), "Well, {"):
+        content, calls = calls_of(family, asked, text)
+        assert content.startswith("Well, {") and len(content) > len("Well, {"), "what is no call is free"
+        assert all(jsonschema.validate(arguments, SCHEMAS[name]) is None for name, arguments in calls)
