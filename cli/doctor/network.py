@@ -25,6 +25,9 @@ RAY_TOKEN = Path(".ray/auth_token")
 
 
 def ports(config: Config) -> Iterator[Finding]:
+    from moonpool.cluster.own_host import LOOPBACK, with_own_host
+
+    config = with_own_host(config, LOOPBACK)  # which address it will be matters little to whether a port is free
     yield gateway_port(config)
     first = config.cluster.probe_port
     if first:
@@ -162,12 +165,17 @@ def _loopback(host: str) -> bool:
 
 def ray(config: Config) -> Iterator[Finding]:
     """An existing Ray where one is named, else whether this machine can start its own."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if config.cluster.launcher != "ray" and not address:
+    if config.cluster.launcher != "ray":
         return
     yield works("ray can be imported", "import ray", "run scripts/setup again, or use --launcher process")
-    if address and address not in ("local", "auto"):
+    named = config.cluster.ray_address
+    address = os.environ.get("RAY_ADDRESS", "") if named == "auto" else named
+    if address not in ("", "local", "auto"):
         yield from _ray_at(address)
+    elif named == "auto":
+        yield warn(
+            "cluster.ray_address is auto, and there is no RAY_ADDRESS here", "run it by ray job submit, or name host:6379"
+        )
 
 
 def _ray_at(address: str) -> Iterator[Finding]:
@@ -175,16 +183,16 @@ def _ray_at(address: str) -> Iterator[Finding]:
     kind, _, rest = address.partition("://") if "://" in address else ("", "", address)
     host, _, port = rest.partition("/")[0].rpartition(":")
     if not host or not port.isdigit():
-        yield fail(f"RAY_ADDRESS: {address!r} is not host:port", "write host:6379, ray://host:10001 or http://host:8265")
+        yield fail(f"Ray at {address!r}: that is not host:port", "write host:6379, ray://host:10001 or http://host:8265")
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
     except OSError as e:
-        fix = "start it (ray start --head), open the port, or unset RAY_ADDRESS to use a Ray of its own"
-        yield fail(f"RAY_ADDRESS: nobody listens at {host}:{port} ({e.strerror or e})", fix)
+        fix = "start it (ray start --head), open the port, or set cluster.ray_address to local for a Ray of its own"
+        yield fail(f"Ray at {address}: nobody listens ({e.strerror or e})", fix)
         return
     if kind:
-        yield ok(f"RAY_ADDRESS: {address} takes connections")
+        yield ok(f"Ray at {address} takes connections")
         return
     command = (sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address)
     ended = run_child(command, limit_s=RAY_S)

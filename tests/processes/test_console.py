@@ -23,6 +23,8 @@ from support.cluster import SPLIT, LocalCluster, running
 from moonpool.cluster.gateway.tenants.file import edit_book, mint
 from moonpool.core.membership import Liveness
 
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
 HOSTILE = '<img src=x onerror="window.hostile=1">\'-->{{7*7}}'
 ROLES = {"admin": ["user", "admin"], "user": ["user"]}
 

@@ -40,6 +40,7 @@ class Secured(LocalCluster):
     def __init__(self, folder: Path, model: Path) -> None:
         self.https = Certificates(folder / "https-ca").https("127.0.0.1")
         self.keys_file = folder / "api-keys.toml"
+        self.admin_key = moonpool("keys", "add", "boss", "--role", "admin", "--file", str(self.keys_file)).stdout.strip()
         self.api_key = moonpool("keys", "add", "tester", "--tenant", "red", "--file", str(self.keys_file)).stdout.strip()
         values = {
             "security__tls": "auto",
@@ -76,6 +77,19 @@ def test_a_client_that_trusts_the_certificate_and_has_a_key_is_served(cluster: S
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
         assert client.post("/v1/completions", json=body).status_code == 401
+
+
+def test_the_console_looks_into_other_processes_by_the_gateways_certificate(cluster: Secured) -> None:
+    body = {"model": "smollm2", "prompt": [7 + i % 90 for i in range(100)], "max_tokens": 4, "ignore_eos": True}
+    admin = {"authorization": f"Bearer {cluster.admin_key}"}
+    with httpx.Client(base_url=cluster.url, verify=trusting(str(cluster.https / "cert.pem")), timeout=60) as client:
+        answer = client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {cluster.api_key}"})
+        told = client.get(f"/console/api/request/{answer.headers['x-moonpool-request-id']}", headers=admin).json()
+        seen = client.get("/console/api/cluster", headers=admin).json()
+        assert client.get("/console/api/cluster", headers={"authorization": f"Bearer {cluster.api_key}"}).status_code == 403
+    assert {row["member"] for row in told["waterfall"]["rows"]} >= {"gateway-0", "decode-0"}
+    assert told["decision"]["decisions"][0]["placed"]["prefill"]["id"] == "prefill-0"
+    assert [(one["id"], one["note"]) for one in seen["members"]] == [(member, "") for member in MEMBERS]
 
 
 def test_plain_http_and_old_tls_are_refused_at_the_gateway(cluster: Secured) -> None:

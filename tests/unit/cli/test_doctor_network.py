@@ -92,11 +92,11 @@ def test_a_ray_that_is_named_and_not_there_is_a_failure(monkeypatch: pytest.Monk
     address, begun = f"127.0.0.1:{free_port()}", time.monotonic()
     mode, connection = network._ray_at(address)
     assert mode.grade is Grade.OK
-    assert (connection.grade, f"nobody listens at {address}" in connection.what) == (Grade.FAIL, True)
-    assert "unset RAY_ADDRESS" in connection.fix
+    assert (connection.grade, f"Ray at {address}: nobody listens" in connection.what) == (Grade.FAIL, True)
+    assert "cluster.ray_address" in connection.fix
     assert time.monotonic() - begun < 10.0
     (_, odd) = network._ray_at("somewhere")
-    assert "is not host:port" in odd.what
+    assert "that is not host:port" in odd.what
     with listening() as port:
         (_, client) = network._ray_at(f"ray://127.0.0.1:{port}")
     assert client.grade is Grade.OK
