@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 
+import httpx
 import pytest
 from support.cluster import LocalCluster, complete
 from support.oracle import Oracle
@@ -102,6 +103,83 @@ async def test_split_workers_equal_the_library_warm_from_the_pool_of_the_other_n
     assert answer.cached == warm_tokens(length)
     assert split.stats("store-b").numbers["fetch_bytes_out"] > before
     split.assert_idle()
+
+
+async def check_scores(cluster: LocalCluster, oracle: Oracle, prompt: str | list[int], tokens: int) -> None:
+    """As evaluation harnesses ask: the prompt echoed with the log-probabilities of its own ids."""
+    fields = {"max_tokens": tokens, "echo": True, "logprobs": 1, "return_token_ids": True, "temperature": 0}
+    async with cluster.client() as client:
+        response = await client.post("/v1/completions", json={"model": "smollm2", "prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    ids, lists = choice["prompt_token_ids"], choice["logprobs"]
+    assert response.json()["usage"]["completion_tokens"] == tokens
+    assert len(lists["token_logprobs"]) == len(lists["text_offset"]) == len(ids) + tokens
+    assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+    if len(ids) > 1:
+        assert lists["token_logprobs"][1 : len(ids)] == pytest.approx(oracle.logprobs(ids), abs=2e-3)
+    if isinstance(prompt, str):
+        assert choice["text"].startswith(prompt)
+        for token, start in zip(lists["tokens"], lists["text_offset"], strict=True):
+            assert choice["text"].startswith(token, start)
+
+
+SCORED = ("The result is: no", prompt(100, 8), [7])
+
+
+async def test_one_process_scores_prompts_as_the_library_does_cold_and_cached(laptop: LocalCluster, oracle: Oracle) -> None:
+    for one in SCORED:
+        for tokens in (0, 1, 0):
+            await check_scores(laptop, oracle, one, tokens)
+    laptop.assert_idle()
+
+
+async def test_split_workers_score_prompts_as_the_library_does_cold_and_cached(split: LocalCluster, oracle: Oracle) -> None:
+    for one in SCORED:
+        for tokens in (0, 1, 0):
+            await check_scores(split, oracle, one, tokens)
+    split.assert_idle()
+
+
+ASKED, AT_ONCE, CHOICES = 12, 8, 3
+
+
+async def test_several_choices_come_from_one_prefill_whether_they_are_read_or_left(split: LocalCluster, oracle: Oracle) -> None:
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(client: httpx.AsyncClient, i: int) -> None:
+        """Greedy, drawn, or left after its first chunk."""
+        ids, greedy = prompt(70 + i, seed=9), i % 3 == 0
+        fields = {"n": CHOICES, "temperature": 0 if greedy else 1, "seed": i, "logprobs": 2, "stream": i % 3 == 2}
+        body = {"model": "smollm2", "prompt": ids, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, **fields}
+        async with turn:
+            if fields["stream"]:
+                async with client.stream("POST", "/v1/completions", json=body) as left:
+                    await anext(left.aiter_lines())
+                return
+            answer = (await client.post("/v1/completions", json=body)).json()
+        outputs = [tuple(choice["token_ids"]) for choice in answer["choices"]]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(CHOICES))
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        assert answer["usage"]["completion_tokens"] == 8 * CHOICES
+        assert len(set(outputs)) == (1 if greedy else CHOICES)
+        if greedy:
+            oracle.check(ids, outputs[0], f"one of {CHOICES} choices, {len(ids)}")
+        elif i < 6:
+            alone = await complete(client, ids, 8, temperature=1, seed=i + CHOICES - 1)
+            assert alone.ids == outputs[-1]
+
+    before = jobs(split)
+    async with split.client() as client:
+        await asyncio.gather(*(ask(client, i) for i in range(ASKED)))
+    alone = sum(i % 3 == 1 for i in range(6))
+    assert jobs(split) - before == ASKED + alone
+    split.assert_idle()
+
+
+def jobs(cluster: LocalCluster) -> float:
+    """Prompts that prefill workers were asked to compute."""
+    return sum(cluster.stats(name).numbers.get("jobs_count", 0) for name in ("prefill-0", "prefill-1"))
 
 
 async def test_every_byte_between_node_ids_went_by_plain_sockets(split: LocalCluster) -> None:

@@ -58,6 +58,14 @@ class Oracle:
             self._known[key] = tuple(out[0, len(prompt) :].tolist())
         return self._known[key]
 
+    def logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """Of each id of ``prompt`` but the first, after those before it."""
+        torch = self._torch
+        with torch.inference_mode():
+            all_of_them = torch.log_softmax(self._model(torch.tensor([list(prompt)])).logits[0, :-1], dim=-1)
+        found: list[float] = all_of_them[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])].tolist()
+        return found
+
     def check_at_once(self, prompt: Sequence[int], got: Sequence[int], what: str) -> None:
         """As ``check``, in one pass over prompt and answer: every id is the best one after those before it, or tied with it."""
         torch = self._torch
