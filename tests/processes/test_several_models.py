@@ -6,8 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,9 @@ import pytest
 from support.cluster import LocalCluster, complete, running
 from support.oracle import Oracle
 from support.other_weights import other_weights
+from typer.testing import CliRunner
 
+from moonpool.cli.main import Choices, build
 from moonpool.core.membership import Liveness
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -139,5 +139,6 @@ def not_live(cluster: LocalCluster, name: str) -> bool:
 
 def moonpool(cluster: LocalCluster, *words: str) -> str:
     where = () if words[0] == "usage" else ("--name", cluster.name, "--set", f"cluster.state_dir={cluster.folder / 'state'}")
-    command = [sys.executable, "-m", "moonpool.cli.main", *words, *where]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    ran = CliRunner().invoke(build(Choices()), [*words, *where])
+    assert ran.exit_code == 0, ran.output
+    return ran.stdout
