@@ -7,7 +7,7 @@ import gc
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moonpool import __version__
 from moonpool.cluster.admin import Admin, Lived, process_numbers
@@ -29,6 +29,9 @@ from moonpool.core.errors import Busy, MoonpoolError
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, Service, WorkerReport
 from moonpool.wire.status import being_cancelled
+
+if TYPE_CHECKING:
+    from moonpool.cluster.tracing.spans import Spans
 
 EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
@@ -85,8 +88,8 @@ class Process:
     def __init__(self, spec: RoleSpec, make: Make, say: Say, die: Callable[[int], None] = os._exit) -> None:
         self.spec, self._make, self._say, self._die = spec, make, say, die
         self._log = open_log(spec.state_dir, spec.member, spec.config.observe)
-        self._traces = traces_of(spec.config.observe, spec.config.cluster.name, spec.member)
-        self._lives = EndedLives(lambda: self._member.role, log_each=spec.config.observe.log_requests, traces=self._traces)
+        self._lives = EndedLives(lambda: self._member.role, log_each=spec.config.observe.log_requests)
+        self._traces: Spans | None = None
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._made: Made | None = None
         self._face: Face | None = None
@@ -104,6 +107,7 @@ class Process:
     async def start(self) -> None:
         """Loads, serves, joins; returns when ready. MoonpoolError where it cannot be."""
         take(self.spec.config, self.spec.member)
+        self._traces = self._lives.traces = traces_of(self.spec.config.observe, self.spec.config.cluster.name, self.spec.member)
         self._probe = self._open_probe()
         face = self._open_face()
         group = "" if self.spec.role is Role.GATEWAY else self.spec.config.model_name
@@ -210,6 +214,7 @@ class Process:
         numbers = {**process_numbers(), **own_certificate()[0], "incarnation": float(self._member.incarnation)}
         numbers.update(self._peers.numbers() if self._peers else {})
         numbers.update(self._made.service.numbers() if self._made else {})
+        numbers.update(self._traces.numbers() if self._traces else {})
         return numbers
 
     def _open_face(self) -> Face:

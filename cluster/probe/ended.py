@@ -34,10 +34,14 @@ class Traces(Protocol):
 
 
 class EndedLives:
-    """Event-loop only; ``registry`` may be read by any thread. ``role`` is the process's own at the moment."""
+    """Event-loop only; ``registry`` may be read by any thread. ``role`` is the process's own at the moment.
 
-    def __init__(self, role: Callable[[], Role], *, log_each: bool = True, traces: Traces | None = None) -> None:
-        self._role, self._log_each, self._traces = role, log_each, traces
+    ``traces``: where spans go, if anywhere.
+    """
+
+    def __init__(self, role: Callable[[], Role], *, log_each: bool = True) -> None:
+        self._role, self._log_each = role, log_each
+        self.traces: Traces | None = None
         self._of: dict[str, tuple[CollectorRegistry, Histogram]] = {}
         self._empty = CollectorRegistry()
         self.errors = 0
@@ -64,8 +68,8 @@ class EndedLives:
         histogram = self._histogram(role)[1]
         for step, begin, end in told(role, life):
             histogram.labels(step.name).observe(end - begin)
-        if self._traces is not None:
-            self._traces.ended(role, request, attempt, life)
+        if self.traces is not None:
+            self.traces.ended(role, request, attempt, life)
         if self._log_each and role in _WORDS:  # a gateway says more about a request than its instants
             _log.info(_WORDS[role], request=request, attempt=attempt, **_in_words(role, life))
 

@@ -172,7 +172,7 @@ class Probe:
             **self._numbers,
             "probe_live": float(live(facts).good),
             "probe_ready": float(ready(facts).good),
-            "metrics_errors": float(self.errors),
+            "metrics_errors": float(self.errors + (self._lives.errors if self._lives else 0)),
             "metrics_age_seconds": time.monotonic() - self._numbers_at,
         }
         service = self._service()

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 
 def traces_of(observe: ObserveConfig, cluster: str, member: MemberId) -> Spans | None:
-    """ConfigError where the packages are missing."""
+    """ConfigError where the endpoint is no URL, or the packages are missing."""
     if not observe.otlp_endpoint:
         return None
+    if not observe.otlp_endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"observe.otlp_endpoint: {observe.otlp_endpoint!r} is no URL; write http://HOST:4318", param="observe.otlp_endpoint"
+        )
     try:
         from moonpool.cluster.tracing.spans import Spans
     except ImportError as e:

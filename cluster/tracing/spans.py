@@ -7,15 +7,17 @@ far apart as their clocks are.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
+import structlog
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
@@ -33,6 +35,8 @@ DELAY_MS = 1_000
 QUEUE = 8_192  # spans; more are dropped, the oldest first
 GOOD = ("ok", "")
 
+_log = structlog.get_logger()
+
 Facts = Mapping[str, str | int | float]
 
 
@@ -49,11 +53,40 @@ class _Given(IdGenerator):
         return self.span
 
 
+class Counted(SpanExporter):
+    """Counts the batches that no collector took, and complains of some of them: it may be away for days."""
+
+    def __init__(self, inner: SpanExporter) -> None:
+        self._inner = inner
+        self.lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = self._inner.export(spans)
+        if result is not SpanExportResult.SUCCESS:
+            self.lost += 1
+            if self.lost in (1, 10, 100) or not self.lost % 1_000:
+                _log.warning("spans not sent", times=self.lost, spans=len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._inner.force_flush(timeout_millis)
+
+
 class Spans:
     """Event-loop only; what is sent is sent by a thread of the library."""
 
-    def __init__(self, provider: TracerProvider, ids: _Given, share: float, wall: Callable[[], float] = time.time) -> None:
-        self._provider, self._ids, self._share, self._wall = provider, ids, share, wall
+    def __init__(
+        self,
+        provider: TracerProvider,
+        ids: _Given,
+        exporter: Counted,
+        share: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._provider, self._ids, self._exporter, self._share, self._wall = provider, ids, exporter, share, wall
         self._tracer = provider.get_tracer("moonpool", __version__)
 
     @classmethod
@@ -70,9 +103,13 @@ class Spans:
         )
         provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids, shutdown_on_exit=False)
         url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + PATH
-        exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_S)
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says something about every batch
+        exporter = Counted(OTLPSpanExporter(endpoint=url, timeout=EXPORT_S))
         provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=QUEUE, schedule_delay_millis=DELAY_MS))
-        return cls(provider, ids, share)
+        return cls(provider, ids, exporter, share)
+
+    def numbers(self) -> dict[str, float]:
+        return {"trace_batches_lost": float(self._exporter.lost)}
 
     def close(self) -> None:
         """Blocks until what there is has been sent, or cannot be."""

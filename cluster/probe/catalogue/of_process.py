@@ -10,6 +10,7 @@ PROCESS = (
     gauge("ready", "1 while new work is wanted", "probe_ready"),
     gauge("metrics_age_seconds", "how old these numbers are: more than a moment while its loop is busy", "metrics_age_seconds"),
     counter("metrics_errors", "times that a number could not be read or counted"),
+    counter("trace_batches_lost", "batches of spans that no collector took"),
     gauge("start_time_seconds", "when it started, since the epoch", "process_start_time_seconds"),
     gauge("incarnation", "the number of its life: changes when it starts anew, and when it was fenced and came back"),
     gauge("resident_bytes", "resident memory", "process_resident_bytes"),

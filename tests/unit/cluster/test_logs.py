@@ -120,7 +120,8 @@ def test_what_cannot_be_told_of_a_life_ends_nothing(tmp_path: Path) -> None:
             raise RuntimeError("the collector is odd")
 
     lives = Lives()
-    telling = EndedLives(lambda: Role.PREFILL, traces=Broken())
+    telling = EndedLives(lambda: Role.PREFILL)
+    telling.traces = Broken()
     telling.follow(lives)
     for _ in range(20):
         lives.add("req-1", 1, Lifetime({Instant.QUEUED: 1.0, Instant.PREFILL_BEGUN: 3.5}))

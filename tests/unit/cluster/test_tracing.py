@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from moonpool.cluster.tracing.ids import ClientSpan, client_span, request_id, span_id, trace_of
 from moonpool.cluster.tracing.make import traces_of
 from moonpool.core.config import ObserveConfig
+from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, Role
 from moonpool.core.lifetime import Instant, Lifetime
 
@@ -76,6 +79,25 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_endpoint_that_is_no_url_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"observe\.otlp_endpoint: 'collector:4318' is no URL"):
+        traces_of(ObserveConfig(otlp_endpoint="collector:4318"), "c", MemberId("gateway-0"))
+
+
+def test_a_collector_that_is_away_costs_spans_and_nothing_else() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens there
+        spans = traces_of(ObserveConfig(otlp_endpoint=f"http://127.0.0.1:{taken.getsockname()[1]}"), "c", MemberId("gateway-0"))
+        assert spans is not None
+        now = time.monotonic()
+        spans.ended(Role.DECODE, request_id("ab" * 12, None), 1, Lifetime({Instant.ADMITTED: now, Instant.QUEUED: now + 1}))
+        spans.ended(Role.DECODE, "a copy between nodes", 1, Lifetime({Instant.ADMITTED: now}))
+        spans.close()
+    assert spans.numbers() == {"trace_batches_lost": 1.0}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("Otel")]
 
 
 def test_a_request_with_several_choices_is_one_span_with_one_below_for_each() -> None:
