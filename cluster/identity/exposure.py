@@ -40,6 +40,14 @@ def exposures(config: Config) -> list[Exposure]:
                     False,
                 )
             )
+            if config.gateway.console == "on":
+                found.append(
+                    Exposure(
+                        f"gateway.console: on at {http}, without API keys: whoever reaches it sees names of requests and hosts",
+                        "set security.api_keys_file, or gateway.console to auto",
+                        False,
+                    )
+                )
         if not security.https_cert:
             found.append(
                 Exposure(

@@ -15,6 +15,7 @@ from moonpool.wire.channels import dial
 
 AT_ONCE = 16
 TIMEOUT_S = 2.0
+AGAIN_S = 0.5  # for who did not answer the last time: it shall not hold up every look
 
 
 class Poller:
@@ -24,6 +25,7 @@ class Poller:
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(at_once)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._late: set[str] = set()  # addresses
 
     async def look(self, changes: Iterable[MemberChange]) -> list[Answer]:
         """One answer for each, in their order. Connections to members that are not among them are given up."""
@@ -31,23 +33,24 @@ class Poller:
         live = {change.member.address for change in known if change.liveness is Liveness.LIVE}
         for address in self._channels.keys() - live:
             await self._channels.pop(address).close()
+        self._late &= live
         return list(await asyncio.gather(*(self._ask(change) for change in known)))
-
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """To a live member; kept for the next call."""
-        if address not in self._channels:
-            self._channels[address] = dial(address)
-        return self._channels[address]
 
     async def _ask(self, change: MemberChange) -> Answer:
         if change.liveness is not Liveness.LIVE:
             return Answer(change)
         async with self._turns:
-            stub = pb.admin_rpc.AdminStub(self.channel(change.member.address))
+            address = change.member.address
+            if address not in self._channels:
+                self._channels[address] = dial(address)
+            stub = pb.admin_rpc.AdminStub(self._channels[address])
+            limit_s = min(self._timeout_s, AGAIN_S) if address in self._late else self._timeout_s
             try:
-                stats = await stub.Stats(pb.types.Empty(), timeout=self._timeout_s)
+                stats = await stub.Stats(pb.types.Empty(), timeout=limit_s)
             except grpc.aio.AioRpcError as e:
+                self._late.add(address)
                 return Answer(change, trouble=trouble_of(e))
+        self._late.discard(address)
         return Answer(change, dict(stats.numbers), dict(stats.words))
 
     async def close(self) -> None:

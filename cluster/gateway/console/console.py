@@ -35,7 +35,7 @@ class Console:
         self._known: dict[MemberId, tuple[float, MemberChange]] = {}
         self._poller = Poller()
         self._looks: deque[Look] = deque(maxlen=16)
-        lookup = Lookup(me, peers, endpoints, self._poller)
+        lookup = Lookup(me, peers, endpoints)
 
         async def request(name: str) -> bytes:
             return _json(await lookup.of(name))

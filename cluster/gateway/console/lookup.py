@@ -14,11 +14,11 @@ import grpc.aio
 from moonpool.cluster.gateway.console.waterfall import Part, waterfall
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.flights import Flight
-from moonpool.cluster.overview.poll import Poller
 from moonpool.core.ids import Role
 from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.membership import Member, Peers
 from moonpool.wire import pb
+from moonpool.wire.channels import dial
 
 TIMEOUT_S = 2.0
 MOST_ASKED = 64  # processes, where nobody says which of them had the request
@@ -29,8 +29,8 @@ WORKERS = (Role.PREFILL, Role.DECODE, Role.BOTH)
 class Lookup:
     """At one gateway. Of requests that came by another gateway it knows what that one still remembers."""
 
-    def __init__(self, me: Member, peers: Peers, endpoints: Endpoints, poller: Poller) -> None:
-        self._me, self._peers, self._endpoints, self._poller = me, peers, endpoints, poller
+    def __init__(self, me: Member, peers: Peers, endpoints: Endpoints) -> None:
+        self._me, self._peers, self._endpoints = me, peers, endpoints
         self._now = asyncio.get_running_loop().time
 
     async def of(self, name: str) -> dict[str, Any]:
@@ -88,9 +88,10 @@ class Lookup:
 
     async def _lives(self, member: Member, choice: str) -> list[Part]:
         """Nothing where it does not answer, or says what cannot be read."""
-        stub = pb.admin_rpc.AdminStub(self._poller.channel(member.address))
+        asked = pb.admin.LivesRequest(request=choice)
         try:
-            reply = await stub.Lives(pb.admin.LivesRequest(request=choice), timeout=TIMEOUT_S)
+            async with dial(member.address) as channel:
+                reply = await pb.admin_rpc.AdminStub(channel).Lives(asked, timeout=TIMEOUT_S)
             lives = json.loads(reply.json)
             return [
                 Part(
@@ -114,9 +115,10 @@ class Lookup:
         return next((one for one in told if one is not None), None)
 
     async def _explain(self, conductor: Member, choice: str) -> dict[str, Any] | None:
-        stub = pb.conductor_rpc.ConductorStub(self._poller.channel(conductor.address))
+        asked = pb.conductor.ExplainRequest(request=choice)
         try:
-            reply = await stub.Explain(pb.conductor.ExplainRequest(request=choice), timeout=TIMEOUT_S)
+            async with dial(conductor.address) as channel:
+                reply = await pb.conductor_rpc.ConductorStub(channel).Explain(asked, timeout=TIMEOUT_S)
             told = json.loads(reply.json) if reply.found else None
         except (grpc.aio.AioRpcError, ValueError):
             return None

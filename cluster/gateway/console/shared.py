@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from moonpool.core.errors import Overloaded
 
 Make = Callable[[], Awaitable[bytes]]
-SLOWER = 10.0  # times what an answer cost passes before the next one is made: a console never takes more than its tenth
+SLOWER = 4.0  # times what an answer took passes before the next one is made: consoles never take more than a fifth
 
 
 class SharedAnswer:

@@ -41,20 +41,24 @@ async function poll() {
   clearTimeout(shown.timer);
   const { view, argument } = shown;
   const turn = (shown.turn += 1);
-  if (!document.hidden && !door.open) {
-    try {
-      const data = await ask(view.source(argument));
-      if (turn !== shown.turn) return; // another view is shown by now
-      Object.assign(shown, { data, fresh: performance.now(), trouble: "" });
-    } catch (error) {
-      if (turn !== shown.turn) return;
-      if (error instanceof Locked) lock(error.message);
-      else if (error instanceof Away) shown.trouble = error.message;
-      else throw error;
-    }
-    draw();
+  try {
+    if (!document.hidden && !door.open) await look(view, argument, turn);
+  } finally {
+    if (turn === shown.turn) shown.timer = setTimeout(poll, view.every?.(shown.data) ?? EVERY_MS);
   }
-  shown.timer = setTimeout(poll, view.every?.(shown.data) ?? EVERY_MS);
+}
+
+// Another view may be shown by the time of the answer.
+async function look(view, argument, turn) {
+  try {
+    const data = await ask(view.source(argument));
+    if (turn === shown.turn) Object.assign(shown, { data, fresh: performance.now(), trouble: "" });
+  } catch (error) {
+    if (!(error instanceof Locked || error instanceof Away)) throw error;
+    if (turn === shown.turn && error instanceof Locked) lock(error.message);
+    else if (turn === shown.turn) shown.trouble = error.message;
+  }
+  if (turn === shown.turn) draw();
 }
 
 function draw() {

@@ -150,9 +150,13 @@ function conductor(one, data) {
   return h("div", { class: "line" }, said.map((text, at) => h("span", { key: at }, text)));
 }
 
+function shares(told, known) {
+  return told.map((one) => ({ name: known[one.name]?.[0] ?? words(one.name), kind: known[one.name]?.[1] ?? "s-computed", share: one.share }));
+}
+
 function hits(data) {
-  const parts = data.sources.map((one) => ({ name: SOURCES[one.name][0], kind: SOURCES[one.name][1], share: one.share }));
-  const tiers = data.tiers.map((one) => ({ name: TIERS[one.name][0], kind: TIERS[one.name][1], share: one.share }));
+  const parts = shares(data.sources, SOURCES);
+  const tiers = shares(data.tiers, TIERS);
   return card(
     "Where prompts' KV came from",
     { key: "hits" },

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gateway_front import Front, front
-from support.scripted_cluster import Job
+from support.deaf_server import deaf_server
+from support.gateway_front import Front, front, says
+from support.scripted_cluster import Job, prefill_member
 
 from moonpool.cluster.gateway.console import console as console_module
 from moonpool.cluster.gateway.console.pages import POLICY, read_pages
 from moonpool.cluster.gateway.console.routes import checked_id, console_wanted, require_own_name
 from moonpool.cluster.gateway.tenants.file import edit_book, mint
+from moonpool.cluster.identity.exposure import exposures
 from moonpool.core.config import Config
 from moonpool.core.errors import Forbidden, InvalidRequest
 from moonpool.core.request import FinishReason
@@ -161,6 +164,30 @@ async def test_refusals_are_counted_by_reason(model_dir: Path) -> None:
         refused = await here.client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
         assert refused.status_code == 503
         assert json.loads(here.gateway.words()["recent"])["refused"] == {"no_path": 1}
+
+
+async def test_a_process_that_hangs_holds_up_neither_the_console_nor_an_answer(model_dir: Path) -> None:
+    async with front(model_dir) as here, deaf_server() as (address, called):
+        here.membership.say(replace(prefill_member(name="prefill-9"), address=address))
+        here.decode.script = says(1, 2)
+        looking = asyncio.create_task(here.client.get("/console/api/cluster"))
+        assert await called.get() == "/moonpool.v1.Admin/Stats"
+        answer = await here.client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 2})
+        assert answer.status_code == 200 and not looking.done()
+        members = {one["id"]: one for one in (await looking).json()["members"]}
+        assert members["prefill-9"]["note"].startswith("DEADLINE_EXCEEDED")
+        name = answer.headers["x-moonpool-request-id"]
+        told = (await here.client.get(f"/console/api/request/{name}")).json()
+        assert [row["member"] for row in told["waterfall"]["rows"]] == ["gateway-0"]
+
+
+def test_a_console_for_everybody_is_warned_about() -> None:
+    def warned(**gateway: str) -> bool:
+        config = Config.model_validate({"gateway": {"console": "on", **gateway}})
+        return any(one.what.startswith("gateway.console") for one in exposures(config))
+
+    assert warned(host="0.0.0.0")
+    assert not warned(host="127.0.0.1") and not warned(host="0.0.0.0", console="auto")
 
 
 def test_an_id_is_a_short_printable_word() -> None:
