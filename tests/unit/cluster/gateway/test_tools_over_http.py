@@ -175,39 +175,37 @@ for _ in range(70):
     DEEP = {"type": "array", "items": DEEP}
 
 
-@pytest.mark.parametrize(
-    ("options", "param", "why"),
-    [
-        ({"response_format": {"type": "json_schema"}}, "response_format", "without json_schema"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
-         "response_format.json_schema.schema", "type"),
-        ({"guided_json": DEEP}, "guided_json", "deep"),
-        ({"guided_json": {"const": "x" * MAX_GUIDE_BYTES}}, "guided_json", "bytes"),
-        ({"guided_json": "{"}, "guided_json", "JSON"),
-        ({"guided_regex": "("}, "guided_regex", "regex"),
-        ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
-        ({"guided_json": {"items": [{"multipleOf": 99_999.5}]}}, "guided_json", "multipleOf"),
-        ({"guided_grammar": 'start: %json {"multipleOf": 7}'}, "guided_grammar", "schemas within"),
-        ({"structured_outputs": {"grammar": ' {"grammars": []}'}}, "structured_outputs.grammar", "schemas within"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
-        ({"guided_regex": "a", "tools": [WEATHER]}, "guided_regex", "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice", "without tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "get_weather"),
-        ({"tools": [WEATHER, WEATHER]}, "tools", "twice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "q"}}}}}],
-          "tool_choice": "required"}, "tools[0].function.parameters", "type"),
-        ({"functions": [{"name": "f"}]}, "functions", "not offered"),
-        ({"function_call": {"name": "f"}}, "function_call", "not offered"),
-    ],
-)  # fmt: skip
-async def test_what_cannot_be_asked_for_is_refused_with_field_and_reason(
-    roomy: Front, options: dict[str, Any], param: str, why: str
-) -> None:
-    answer = await roomy.client.post("/v1/chat/completions", json={**ASK, **options})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, param), error
-    assert error["message"].startswith(param) and why in error["message"]
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_schema"}}, "response_format", "without json_schema"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
+     "response_format.json_schema.schema", "type"),
+    ({"guided_json": DEEP}, "guided_json", "deep"),
+    ({"guided_json": {"const": "x" * MAX_GUIDE_BYTES}}, "guided_json", "bytes"),
+    ({"guided_json": "{"}, "guided_json", "JSON"),
+    ({"guided_regex": "("}, "guided_regex", "regex"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
+    ({"guided_json": {"items": [{"multipleOf": 99_999.5}]}}, "guided_json", "multipleOf"),
+    ({"guided_grammar": 'start: %json {"multipleOf": 7}'}, "guided_grammar", "schemas within"),
+    ({"structured_outputs": {"grammar": ' {"grammars": []}'}}, "structured_outputs.grammar", "schemas within"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "one of them"),
+    ({"guided_regex": "a", "tools": [WEATHER]}, "guided_regex", "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice", "without tools"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "get_weather"),
+    ({"tools": [WEATHER, WEATHER]}, "tools", "twice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "q"}}}}}],
+      "tool_choice": "required"}, "tools[0].function.parameters", "type"),
+    ({"functions": [{"name": "f"}]}, "functions", "not offered"),
+    ({"function_call": {"name": "f"}}, "function_call", "not offered"),
+]  # fmt: skip
+
+
+async def test_what_cannot_be_asked_for_is_refused_with_field_and_reason(roomy: Front) -> None:
+    for options, param, why in REFUSED:
+        answer = await roomy.client.post("/v1/chat/completions", json={**ASK, **options})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param), error
+        assert error["message"].startswith(param) and why in error["message"]
     assert not roomy.decode.jobs
 
 
