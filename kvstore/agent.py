@@ -90,10 +90,20 @@ def private_folder(folder: Path) -> None:
 
 
 class Agent:
-    """Event-loop only. ``whose`` names the life of a session (None: no such session); ``on_dead`` hears of proved deaths."""
+    """Event-loop only. ``whose`` names the life of a session (None: no such session); ``on_dead`` hears of proved deaths.
 
-    def __init__(self, path: Path, whose: Callable[[int], Life | None], on_dead: Callable[[Life], None]) -> None:
+    ``on_moved_on`` hears of lives whose process was seen to go on as another life of the same name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        whose: Callable[[int], Life | None],
+        on_dead: Callable[[Life], None],
+        on_moved_on: Callable[[Life], None] = lambda life: None,
+    ) -> None:
         self.path = path
+        self._on_moved_on = on_moved_on
         self.refused = 0  # hand-overs that were malformed or came from somebody else
         self._whose = whose
         self._on_dead = on_dead
@@ -210,7 +220,15 @@ class Agent:
             raise InvalidRequest(f"process {pid}: the descriptor is not its own pidfd")
         if life in self._pidfds:
             return  # a session made anew by the same process
+        self._let_former_lives_go(life, fds[0])
         self.watch(life, pid, fds.pop())
+
+    def _let_former_lives_go(self, life: Life, pidfd: int) -> None:
+        """Where PID namespaces differ, numbers do not tell that a process went on as ``life``; its descriptors do."""
+        for former in [one for one in self._pidfds if one.member == life.member and one.incarnation < life.incarnation]:
+            if _same_process(self._pidfds[former], pidfd):
+                self.forget(former)
+                self._on_moved_on(former)
 
     def _died(self, life: Life) -> None:
         self.forget(life)
@@ -225,6 +243,16 @@ def _pid_of(fd: int) -> int | None:
         if line.startswith("Pid:"):
             return int(line.split()[1])
     return None
+
+
+def _same_process(one: int, other: int) -> bool:
+    """Whether two pidfds stand for one process. False, too, where this kernel does not number them (before 6.9)."""
+    own = os.pidfd_open(os.getpid())
+    try:
+        numbered = os.fstat(own).st_ino != os.fstat(other).st_ino
+    finally:
+        os.close(own)
+    return numbered and os.path.samestat(os.fstat(one), os.fstat(other))
 
 
 def hand_over(path: str, session: int) -> None:

@@ -53,7 +53,7 @@ class Lives:
         self._changed = changed
         self._on_gone = on_gone
         self._cut = cut
-        self.agent = Agent(agent_path, sessions.life, self._proved_dead)
+        self.agent = Agent(agent_path, sessions.life, self._proved_dead, self._moved_on)
         self._silent: dict[Life, asyncio.TimerHandle | None] = {}  # with the timer of the kill
         self._clients: set[Life] = set()  # users of the library: no members of the cluster
         self._leaving: dict[Life, asyncio.Task[None]] = {}  # proved gone, their last bytes being polled out
@@ -178,6 +178,10 @@ class Lives:
         self._gone(life, proof)
         if member and self._on_gone is not None:
             self._on_gone(life.member, life.incarnation, proof)
+
+    def _moved_on(self, life: Life) -> None:
+        """Its process came back as a newer life, which it does only after it dropped everything."""
+        self._gone(life, "replaced by a newer life")
 
     def _peer_changed(self, change: MemberChange) -> None:
         self.terms.heard(change.member.term)

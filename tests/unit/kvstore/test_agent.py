@@ -29,6 +29,8 @@ print("ok", flush=True)
 sys.stdin.read()
 """
 
+TWICE = CHILD.replace("hand_over(sys.argv[1], 7)", "[hand_over(sys.argv[1], session) for session in (7, 9, 8)]")
+
 
 class Scene:
     def __init__(self, path: Path) -> None:
@@ -67,6 +69,30 @@ async def test_the_agent_kills_even_a_frozen_process(scene: Scene) -> None:
         assert scene.agent.kill(LIFE)
         assert await asyncio.wait_for(scene.dead.get(), 5) == LIFE
         assert not scene.agent.kill(LIFE)
+
+
+async def test_a_process_that_went_on_as_another_life_is_known_by_its_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where PID namespaces differ: numbers are all 0."""
+    monkeypatch.setattr("moonpool.kvstore.agent.caller_of", lambda connection: 0)
+    monkeypatch.setattr("moonpool.kvstore.agent._pid_of", lambda fd: 0)
+    newer, namesake = Life(LIFE.member, Incarnation(2)), Life(MemberId("decode-0"), Incarnation(1))
+    moved: list[Life] = []
+    agent = Agent(tmp_path / "a.sock", {7: LIFE, 8: newer, 9: namesake}.get, lambda life: None, moved.append)
+    agent.start()
+    with subprocess.Popen(
+        [sys.executable, "-c", TWICE, str(agent.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None and child.stdin is not None
+        numbered = os.fstat(own := os.pidfd_open(os.getpid())).st_ino != os.fstat(theirs := os.pidfd_open(child.pid)).st_ino
+        os.close(own)
+        os.close(theirs)
+        assert await asyncio.to_thread(child.stdout.readline) == b"ok\n"
+        assert agent.lives() == ({newer, namesake} if numbered else {LIFE, newer, namesake})
+        assert moved == ([LIFE] if numbered else [])
+        child.stdin.close()
+    agent.close()
 
 
 async def test_only_a_process_own_descriptor_for_a_known_session_is_taken(scene: Scene) -> None:
