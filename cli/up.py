@@ -136,6 +136,8 @@ def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:
 
 
 def _announce(config: Config, url: str, members: list[Member], detached: bool, links: tuple[str, ...]) -> None:
+    from moonpool.cluster.identity.exposure import console_wanted
+
     say("")
     for member in members:
         if "memory" in member.details:
@@ -152,6 +154,8 @@ def _announce(config: Config, url: str, members: list[Member], detached: bool, l
     body = f'{{"model": "{config.model_name}", "messages": [{message}], "temperature": 0, "stream": true}}'
     stops = "" if detached else "  (`ray job stop` stops it)" if links else "  (Ctrl-C stops it)"
     say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{stops}\n")
+    if console_wanted(config):
+        say(f"  console: {url}/console\n")
     security = config.security
     authority = Path(security.https_cert).parent / "ca.pem"  # as `moonpool certs make` lays them
     trust = f" --cacert {authority}" if security.https_cert and authority.exists() else ""

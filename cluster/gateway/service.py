@@ -18,7 +18,7 @@ from moonpool.cluster.gateway.app import build_app
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.connections import ConnectionLimits, Connections
 from moonpool.cluster.gateway.console.console import Console
-from moonpool.cluster.gateway.console.routes import console_router, console_wanted
+from moonpool.cluster.gateway.console.routes import console_router
 from moonpool.cluster.gateway.decode_client import DecodeStreams
 from moonpool.cluster.gateway.endpoints import Endpoints
 from moonpool.cluster.gateway.goodbye import Goodbye
@@ -30,6 +30,7 @@ from moonpool.cluster.gateway.tenants.gate import Gate
 from moonpool.cluster.gateway.tenants.guard import Guard
 from moonpool.cluster.gateway.tenants.usage import TenantUsage
 from moonpool.cluster.gateway.usage_log import UsageLog, require_writable
+from moonpool.cluster.identity.exposure import console_wanted
 from moonpool.cluster.identity.https import Https, https_of
 from moonpool.cluster.overview.told import RECENT
 from moonpool.cluster.warming import count_prompts

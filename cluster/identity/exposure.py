@@ -68,6 +68,12 @@ def require_unexposed(config: Config) -> list[str]:
     return [f"WARNING: {one.what}; {one.fix}" for one in found]
 
 
+def console_wanted(config: Config) -> bool:
+    """Whether gateways have a console. ``auto``: where only this machine's users, or holders of an admin's key, can look in."""
+    chosen, keys = config.gateway.console, bool(config.security.api_keys_file)
+    return chosen == "on" or (chosen == "auto" and (keys or is_loopback(config.gateway.host)))
+
+
 def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback

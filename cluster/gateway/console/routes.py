@@ -11,18 +11,11 @@ from fastapi.responses import Response
 
 from moonpool.cluster.gateway.console.console import Console
 from moonpool.cluster.gateway.console.pages import HEADERS, INDEX, Page, read_pages
-from moonpool.cluster.identity.exposure import is_loopback
 from moonpool.core.config import Config
 from moonpool.core.errors import Forbidden, InvalidRequest
 
 MOST_ID_CHARS = 200
 _FRESH = {**HEADERS, "cache-control": "no-store"}
-
-
-def console_wanted(config: Config) -> bool:
-    """``auto``: where nobody but this machine's users, or holders of an admin's key, can look into the cluster."""
-    chosen, keys = config.gateway.console, bool(config.security.api_keys_file)
-    return chosen == "on" or (chosen == "auto" and (keys or is_loopback(config.gateway.host)))
 
 
 def console_router(console: Console, config: Config) -> APIRouter:

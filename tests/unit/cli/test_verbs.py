@@ -125,15 +125,16 @@ def test_a_busy_port_is_said_before_anything_starts(tmp_path: Path) -> None:
 def test_only_who_can_press_ctrl_c_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in ((["moonpool", "up"], True), (behind(["moonpool", "up", "--detach"]), False)):
         assert "--detach" not in words
-        _announce(Config(), "http://here", [], "--detached" in words)
+        _announce(Config(), "http://here", [], "--detached" in words, ())
         said = capsys.readouterr().err
         assert ("http://here" in said, "Ctrl-C" in said) == (True, told)
+        assert "console: http://here/console" in said
 
 
 def test_the_request_to_try_carries_what_the_gateway_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ca.pem").touch()
     cert = str(tmp_path / "cert.pem")
-    _announce(Config(security=SecurityConfig(https_cert=cert, api_keys_file="keys.toml")), "https://here", [], True)
+    _announce(Config(security=SecurityConfig(https_cert=cert, api_keys_file="keys.toml")), "https://here", [], True, ())
     said = capsys.readouterr().err
     assert f"--cacert {tmp_path}/ca.pem https://here/v1" in said
     assert '-H "authorization: Bearer $MOONPOOL_API_KEY"' in said

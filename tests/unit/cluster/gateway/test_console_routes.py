@@ -16,9 +16,9 @@ from support.scripted_cluster import Job, prefill_member
 
 from moonpool.cluster.gateway.console import console as console_module
 from moonpool.cluster.gateway.console.pages import POLICY, read_pages
-from moonpool.cluster.gateway.console.routes import checked_id, console_wanted, require_own_name
+from moonpool.cluster.gateway.console.routes import checked_id, require_own_name
 from moonpool.cluster.gateway.tenants.file import edit_book, mint
-from moonpool.cluster.identity.exposure import exposures
+from moonpool.cluster.identity.exposure import console_wanted, exposures
 from moonpool.core.config import Config
 from moonpool.core.errors import Forbidden, InvalidRequest
 from moonpool.core.request import FinishReason
