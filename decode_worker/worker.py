@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -33,6 +33,7 @@ from moonpool.core.progress import Progress
 from moonpool.core.request import Attempt, Emission, FinishReason, PromptLogprobs, Sampled
 from moonpool.decode_worker.admission import check_attempt, token_limit
 from moonpool.decode_worker.batcher import Admission
+from moonpool.decode_worker.emitting import Emitter
 from moonpool.decode_worker.filling import Filler
 from moonpool.decode_worker.leaving import leave
 from moonpool.decode_worker.live import Attempts, Live
@@ -43,7 +44,6 @@ from moonpool.decode_worker.steps import MAX_TIMINGS, StepLoop
 from moonpool.decode_worker.stream import TokenStream
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
-from moonpool.engine.sampler import finish_reason
 
 TOLD_LIVES = 32  # in ``words``
 SOURCES = ("device", "pool", "remote", "computed")  # of a prompt's KV, where the prompt is computed here
@@ -67,6 +67,7 @@ class DecodeWorker:
         self._leaving = False
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
         self._counts: Counter[str] = Counter()
+        self._emitter = Emitter(engine, self._counts)
         self.lifetimes = Lives()
         self._unsubscribe: Callable[[], None] = lambda: None
 
@@ -178,7 +179,7 @@ class DecodeWorker:
         first = live.emitted == 0 and not sequence.remote
         if first and sequence.scores is not None:
             live.prompt_logprobs += sequence.scores.parts()
-        ended = self._emit_all(live, ids)
+        ended = self._emitter.all(live, ids)
         if first and not live.over:
             self._note_prefill(live)
         if not live.family:
@@ -188,21 +189,6 @@ class DecodeWorker:
         for member in ended:
             self._retire(member, None)
         self._fork(live)
-
-    def _emit_all(self, live: Live, ids: tuple[Sampled, ...]) -> list[Live]:
-        """Stream the next ids, of ``live`` and of its siblings if it has any, or that none is wanted; those that end by them.
-
-        The first id has been appended to its sequence.
-        """
-        told: Iterable[Sampled | None] = ids or [None] * len(live.members)
-        ended = []
-        for member, sampled in zip(live.members, told, strict=True):
-            if sampled is not None and member is not live:
-                member.sequence.tokens.append(sampled.token)
-            member.cached_tokens = live.cached_tokens
-            if not member.over and self._emit(member, sampled):
-                ended.append(member)
-        return ended
 
     def _fork(self, lead: Live) -> None:
         """The prompt is in pages, and every choice has its first id: from now on each is by itself. Nothing without family."""
@@ -222,30 +208,6 @@ class DecodeWorker:
         self._broken = failure
         for live in self._attempts.all():
             self._fail(live, failure)
-
-    def _emit(self, live: Live, sampled: Sampled | None) -> bool:
-        """Stream the id that was just appended, or that none is wanted; True when it ends the request."""
-        for part in live.prompt_logprobs:
-            live.stream.put(Emission(live.request, live.attempt.number, 0, prompt_logprobs=part))
-        live.prompt_logprobs.clear()
-        live.life.stamp(Instant.FIRST_TOKEN, time.monotonic())
-        cached = live.cached_tokens if live.emitted == 0 else 0
-        position, finish = live.position, self._finish_of(live, sampled)
-        if sampled is not None:
-            position -= 1
-            live.emitted += 1
-            self._counts["tokens"] += 1
-        live.stream.put(Emission(live.request, live.attempt.number, position, sampled, finish, cached))
-        return finish is not None
-
-    def _finish_of(self, live: Live, sampled: Sampled | None) -> FinishReason | None:
-        return FinishReason.LENGTH if sampled is None else self._finish(live, sampled.token, live.position - 1)
-
-    def _finish(self, live: Live, token: int, position: int) -> FinishReason | None:
-        request = live.attempt.request
-        reason = finish_reason(request.sampling, token, position + 1, self._engine.eos_ids)
-        full = len(request.prompt) + position + 1 >= live.sequence.limit
-        return FinishReason.LENGTH if reason is None and full else reason
 
     def measured(self, timing: PrefillTiming) -> None:
         """A prompt was computed here: for whoever has a use for it."""
@@ -270,7 +232,9 @@ class DecodeWorker:
             prefill = live.placement.prefill.id
             raise PeerSilent(f"{prefill} drew {len(first.ids)} first ids for {len(live.members)} choices", peer=prefill)
         told = zip(live.members, first.ids, strict=False)
-        return first.ends_request or all(m.over or self._finish(m, one.token, m.position) is not None for m, one in told)
+        return first.ends_request or all(
+            m.over or self._emitter.finish(m, one.token, m.position) is not None for m, one in told
+        )
 
     def prompt_logprobs(self, live: Live, part: PromptLogprobs) -> None:
         live.prompt_logprobs.append(part)
@@ -279,7 +243,7 @@ class DecodeWorker:
         """The prefill worker's ids, streamed before the last bytes land."""
         live.cached_tokens = first.cached_tokens
         live.sequence.tokens += [one.token for one in first.ids[:1]]
-        ended = self._emit_all(live, first.ids)
+        ended = self._emitter.all(live, first.ids)
         for member in live.members if ends else ended:
             self._retire(member, None)
 
