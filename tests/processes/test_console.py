@@ -182,11 +182,14 @@ def words(seen: Seen, *more: str) -> list[str]:
 
 
 def test_top_tells_one_frame_as_json_and_as_text(seen: Seen) -> None:
+    seen.ask([*range(90)])
     told = subprocess.run(words(seen, "--once", "--json", "-i", "0.5"), capture_output=True, text=True, check=True, timeout=60)
     frame = json.loads(told.stdout)
     assert {one["id"] for one in frame["members"]} == set(seen.cluster.changes())
     assert frame["seconds"] >= 0.5 and frame["live"] == 7 and len(frame["pools"]) == 2
     assert frame["conductors"][0]["leads"] >= 1
+    assert ("a", "b") in {(link["source"], link["target"]) for link in frame["links"] if link["bytes"] > 0}
+    assert frame["gateways"][0]["answers"] >= 1 and frame["gateways"][0]["ttft_ms"][0] > 0
     env = {**os.environ, "COLUMNS": "80"}
     told = subprocess.run(words(seen, "--once", "-i", "0.2"), capture_output=True, text=True, check=True, timeout=60, env=env)
     lines = told.stdout.splitlines()

@@ -286,3 +286,25 @@ def test_a_model_folder_without_weights_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 64}')
     (bare,) = storage.model(config)
     assert (bare.grade, "has no weights and no tokenizer" in bare.what) == (Grade.FAIL, True)
+
+
+# the verb
+
+
+def doctor(*words: str) -> subprocess.CompletedProcess[str]:
+    """Of a configuration that needs neither Ray nor a cluster."""
+    command = (sys.executable, "-m", "moonpool.cli.main", "doctor", "--set", "cluster.launcher=process", *words)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+
+
+def test_its_exit_code_and_its_json_tell_the_worst_of_it(tmp_path: Path) -> None:
+    state = ("--set", f"cluster.state_dir={tmp_path}", "--set", "gateway.port=0")
+    done = doctor("--json", *state, "--set", f"store.shared_path={tmp_path}/nowhere")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["worst"]) == (1, "fail"), done.stderr
+    assert [row["check"] for row in told["findings"] if row["grade"] == "fail"] == ["shared tier"]
+    assert all(bool(row["fix"]) == (row["grade"] != "ok") for row in told["findings"])
+    assert told["seconds"].keys() == {check.name for check in checks.CHECKS}
+    wrong = doctor("--set", "store.ssd=1")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "store.ssd" in wrong.stderr
