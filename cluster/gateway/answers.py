@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -19,7 +20,10 @@ async def whole(generation: Generation, shape: Shape) -> JSON:
     async with aclosing(generation.pieces()) as pieces:
         async for index, piece in pieces:
             choices[index].append(piece)
-    return shape.whole([choices[index] for index in generation.best()], generation.usage)
+    shown, usage = [choices[index] for index in generation.best()], generation.usage
+    if any(run.scored is not None for run in generation.runs):  # up to hundreds of thousands of entries
+        return await asyncio.to_thread(shape.whole, shown, usage)
+    return shape.whole(shown, usage)
 
 
 class Stream:

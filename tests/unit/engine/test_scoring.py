@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,8 +16,10 @@ from moonpool.core.errors import Bug, InvalidRequest
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt, PromptLogprobs, Request, SamplingParams
 from moonpool.engine import prompt_scores, scoring
-from moonpool.engine.prompt_scores import PromptScores
+from moonpool.engine.prompt_scores import PromptScores, Scores
 from moonpool.engine.scoring import score
+from moonpool.wire import pb
+from moonpool.wire.convert import from_wire, to_wire
 
 VOCAB = 11
 
@@ -79,6 +82,24 @@ def test_chunks_and_parts_of_any_size_tell_the_same(tokens: int, width: int, cut
         assert len(part.logprobs) * (width + 1) <= max(values, width + 1)
         at += len(part.logprobs)
     assert at == max(tokens, 1)
+
+
+def test_a_long_prompt_with_many_alternatives_travels_in_small_messages() -> None:
+    tokens, width = 8_192, 20
+    scores = PromptScores(tokens, width)
+    rng = np.random.default_rng(1)
+    scores.put(
+        0,
+        Scores(
+            -rng.random(tokens - 1, np.float32),
+            rng.integers(1, 49_152, tokens - 1),
+            rng.integers(0, 49_152, (tokens - 1, width)),
+            -rng.random((tokens - 1, width), np.float32),
+        ),
+    )
+    sent = [to_wire(part, pb.types.PromptLogprobs()) for part in scores.parts()]
+    assert max(message.ByteSize() for message in sent) < 512 << 10
+    assert [from_wire(message, PromptLogprobs) for message in sent] == list(scores.parts())
 
 
 def test_what_was_told_before_a_preemption_is_kept_and_a_hole_is_a_bug() -> None:
