@@ -160,3 +160,18 @@ async def test_all_that_a_store_node_with_every_tier_says_is_declared(tmp_path: 
         said = node.numbers().keys()
         assert said <= numbers_of("store") | TOLD_OTHERWISE
         assert {"ssd_bytes", "shared_readable", "library_clients"} <= said, "all parts speak"
+
+
+def test_the_dashboard_has_a_row_for_each_part_and_no_two_panels_in_one_place() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    rows = [panel["title"] for panel in board["panels"] if panel["type"] == "row"]
+    assert rows == ["Users", "Conductor", "Prefill", "Decode", "Pool and tiers", "Transfer", "Processes"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert len({panel["title"] for panel in panels()}) == len(panels())
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        mine = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24 and not mine & cells, panel["title"]
+        cells |= mine
+    assert all(target["datasource"]["uid"] == "${datasource}" for panel in panels() for target in panel["targets"])
