@@ -11,7 +11,6 @@ import array
 import contextlib
 import hashlib
 import json
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +29,7 @@ from moonpool.core.request import Guide, GuideKind, SamplingParams
 GRAMMARS = 64  # compiled ones kept
 STATES = 512  # of answers under way: more than a worker runs at once
 WRITTEN = {"item_separator": ",[ ]?", "key_separator": ":[ ]?", "whitespace_flexible": False}  # no endless white space
+REHEARSED = 8  # ids of an answer that a guide is tried with
 _WORD = 4  # bytes of an id in a key
 
 K = TypeVar("K", bound=Hashable)
@@ -89,20 +89,41 @@ class Guides:
         """Whether it is compiled and at hand."""
         return self._grammars.get(guide) is not None
 
-    def prepare(self, guide: Guide, limit_s: float = math.inf) -> None:
+    def prepare(self, guide: Guide) -> None:
         """Compile it, unless it is at hand. InvalidRequest, without a field's name, where that cannot be done.
 
-        Takes milliseconds, for large grammars up to a second, most of it without Python's lock. What took more than
-        ``limit_s`` of the processor's time is refused, so that nobody else need compile it.
+        Takes milliseconds, for large grammars up to a second, most of it without Python's lock.
+        """
+        self._grammar(guide)
+
+    def judge(self, guide: Guide, *, compile_s: float, step_s: float) -> None:
+        """As ``prepare``, before anybody else has to: InvalidRequest also where it costs too much.
+
+        ``compile_s``, and ``step_s`` for each id of the beginning of an answer, are seconds of the processor.
         """
         if self.knows(guide):
             return
         self._vocabulary()
         begun = time.thread_time()
         grammar = self._compiled(guide)
-        if (took := time.thread_time() - begun) > limit_s:
-            raise InvalidRequest(f"it takes {took:.1f} s to compile, more than {limit_s:g} s; make it smaller")
+        if (took := time.thread_time() - begun) > compile_s:
+            raise InvalidRequest(f"it takes {took:.1f} s to compile, more than {compile_s:g} s; make it smaller")
+        if (slow := self._rehearsed(grammar)) > step_s:
+            raise InvalidRequest(
+                f"it takes {slow * 1e3:.0f} ms an id to follow, more than {step_s * 1e3:g} ms; make it smaller"
+            )
         self._grammars.put(guide, grammar)
+
+    def _rehearsed(self, grammar: LLMatcher) -> float:
+        """Seconds of the processor for an id, over the first few of some answer."""
+        state, begun = _State(grammar.deep_copy()), time.thread_time()
+        for _ in range(REHEARSED):
+            ids = [int(i) for i in np.flatnonzero(self._mask(state)) if i not in self._eos]
+            if not ids:
+                break
+            if not state.matcher.consume_token(ids[len(ids) * 7 // 11]):
+                raise _lost(state.matcher)
+        return (time.thread_time() - begun) / REHEARSED
 
     def warm(self, guide: Guide) -> None:
         """As ``prepare``, for a thread beside: what is wrong is told where the guide is used."""
@@ -215,8 +236,8 @@ def _schema_grammar(text: str) -> str:
 
 
 def _limits() -> LLParserLimits:
-    """The library's own but for the sizes that one request may claim."""
-    return LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+    """The library's own but for the sizes that one request may claim, and for objects of thousands of properties."""
+    return LLParserLimits(max_items_in_row=20_000, max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
 
 
 def _digest(raw: bytes) -> bytes:

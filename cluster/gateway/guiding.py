@@ -19,7 +19,8 @@ from moonpool.engine.guides import Guides, written_as
 from moonpool.kvstore.fair_turns import FairTurns
 
 MAX_TOOLS_BYTES = 4 * MAX_GUIDE_BYTES  # of a grammar of all tools
-COMPILE_S = 4.0  # of the processor's time
+COMPILE_S = 4.0  # of the processor
+STEP_S = 0.01  # of the processor, for each id: a share of a decode step, which all answers of a batch wait for
 _ANY_OBJECT = {"type": "object"}
 _NO_PARSER = (
     "tools: how this model writes tool calls is not known; set model.tool_parser, set tool_choice to none, or leave tools out"
@@ -85,7 +86,7 @@ class Guiding:
 
     def _compile(self, body: SamplingBody, field: str, guide: Guide) -> None:
         try:
-            self._guides.prepare(guide, COMPILE_S)
+            self._guides.judge(guide, compile_s=COMPILE_S, step_s=STEP_S)
         except InvalidRequest as e:
             where = field if field != "tools" else self._culprit(body)
             raise InvalidRequest(f"{where}: {e.message}", param=where) from e
@@ -94,7 +95,8 @@ class Guiding:
         """The tool whose schema is to blame, where it is one."""
         for i, function in enumerate(body.functions if isinstance(body, ChatBody) else ()):
             try:
-                self._guides.prepare(Guide(GuideKind.JSON_SCHEMA, json.dumps(function.schema)), COMPILE_S)
+                schema = Guide(GuideKind.JSON_SCHEMA, json.dumps(function.schema))
+                self._guides.judge(schema, compile_s=COMPILE_S, step_s=STEP_S)
             except InvalidRequest:
                 return f"tools[{i}].function.parameters"
         return "tools"

@@ -203,13 +203,21 @@ def test_a_model_without_an_end_of_sequence_cannot_be_guided(folder: Path, backe
         Guides(folder, backend.get_vocab_size(), frozenset()).prepare(Guide(GuideKind.JSON_OBJECT))
 
 
-def test_what_takes_too_long_to_compile_is_refused_and_not_kept(make: Callable[[], Guides]) -> None:
+def test_what_costs_too_much_is_refused_before_it_is_used_and_not_kept(make: Callable[[], Guides]) -> None:
     guides, guide = make(), Guide(GuideKind.REGEX, "a{2,5}")
     with pytest.raises(InvalidRequest, match="to compile, more than"):
-        guides.prepare(guide, limit_s=0)
+        guides.judge(guide, compile_s=0, step_s=1)
+    with pytest.raises(InvalidRequest, match="an id to follow, more than"):
+        guides.judge(guide, compile_s=1, step_s=0)
     assert not guides.knows(guide)
-    guides.prepare(guide)
-    guides.prepare(guide, limit_s=0)  # it is at hand
+    guides.judge(guide, compile_s=1, step_s=1)
+    guides.judge(guide, compile_s=0, step_s=0)  # it is at hand
+
+
+def test_an_object_of_many_properties_can_be_followed(guides: Guides, eos: frozenset[int]) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(1_000)}, "additionalProperties": False}
+    guides.judge(schema(wide), compile_s=10, step_s=1)
+    assert len(answer(guides, eos, schema(wide), 1, max_tokens=12)[0]) >= 2
 
 
 def test_no_more_is_kept_than_the_limits_say(make: Callable[[], Guides], monkeypatch: pytest.MonkeyPatch) -> None:
