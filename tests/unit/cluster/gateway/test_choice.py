@@ -35,6 +35,15 @@ def test_the_id_that_ends_the_sequence_counts_but_has_no_text() -> None:
     assert len([t for p in pieces for t in p.tokens]) == 2
 
 
+@given(ids=st.lists(st.integers(0, 3), min_size=1, max_size=12), stop=st.sampled_from(["ab", "ba", "aab", "bb"]))
+def test_what_ended_the_answer_is_part_of_it_where_that_is_asked_for(ids: list[int], stop: str) -> None:
+    for end in (FinishReason.LENGTH, FinishReason.STOP):
+        one = Choice(Detokeniser(TABLE.__getitem__), stops=[stop], include_stop=True)
+        said = "".join(TABLE[token].decode() for token in ids)
+        at = said.find(stop)
+        assert text(run(one, ids, end)) == (said if at < 0 else said[: at + len(stop)])
+
+
 def test_a_length_end_inside_a_character_leaves_one_replacement() -> None:
     assert text(run(choice(), [1, 4])) == "a\ufffd"
 

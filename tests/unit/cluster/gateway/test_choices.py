@@ -198,3 +198,51 @@ async def test_prompt_logprobs_are_shaped_as_vllm_shapes_them(tiny: Front, chat:
         assert entry[str(token)]["rank"] == 3
         assert {int(name) for name in entry} == {token, 70, 71}
         assert set(entry["70"]) == {"logprob", "rank", "decoded_token"}
+
+
+async def test_a_prompt_counts_once_for_all_its_choices(tiny: Front) -> None:
+    tiny.decode.script = by_seed
+    await tiny.client.post("/v1/completions", json=body(n=3, seed=70))
+    page = (await tiny.client.get("/metrics")).text
+    counted = {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if 'model="tiny"' in line}
+    assert counted["moonpool_gateway_prompt_tokens_total"] == len(PROMPT)
+    assert counted["moonpool_gateway_output_tokens_total"] == 9
+
+
+async def test_a_prompt_is_cut_from_the_left_and_echoed_as_it_was_used(tiny: Front) -> None:
+    tiny.decode.script = by_seed
+    fields = body(prompt="hello", truncate_prompt_tokens=2, echo=True, seed=70)
+    answer = (await tiny.client.post("/v1/completions", json=fields)).json()
+    assert answer["choices"][0]["text"].startswith("lo")
+    assert answer["usage"]["prompt_tokens"] == len(tiny.decode.jobs[0].attempt.request.prompt) == 2
+
+
+async def test_a_string_may_be_taken_without_what_the_tokenizer_adds(tiny: Front) -> None:
+    tiny.decode.script = by_seed
+    for added in (True, False):
+        await tiny.client.post("/v1/completions", json=body(prompt="hello", add_special_tokens=added, seed=70))
+    with_bos, without = (job.attempt.request.prompt for job in tiny.decode.jobs)
+    assert with_bos[1:] == without and with_bos[0] == 0
+
+
+async def test_special_tokens_have_their_names_for_text_where_that_is_asked_for(tiny: Front) -> None:
+    async def script(job: Job) -> None:
+        await job.say([69, 2, 69], finish=FinishReason.LENGTH)
+
+    tiny.decode.script = script
+    texts = []
+    for skip in (True, False):
+        answer = await tiny.client.post("/v1/completions", json=body(skip_special_tokens=skip, n=2))
+        texts.append({choice["text"] for choice in answer.json()["choices"]})
+    ((hidden,), (shown,)) = texts
+    assert shown == f"{hidden[0]}<|im_start|>{hidden[1]}"
+
+
+async def test_biases_and_least_shares_reach_the_workers(tiny: Front) -> None:
+    tiny.decode.script = by_seed
+    await tiny.client.post("/v1/completions", json=body(logit_bias={"5": -3, "7": 0, "9": 1.5}, min_p=0.25, seed=70))
+    sampling = tiny.decode.jobs[0].attempt.request.sampling
+    assert [(one.token, one.bias) for one in sampling.logit_bias] == [(5, -3.0), (9, 1.5)]
+    assert sampling.min_p == 0.25
+    refused = await tiny.client.post("/v1/completions", json=body(logit_bias={"70000": 1}))
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logit_bias"
