@@ -191,3 +191,12 @@ def test_a_policy_that_does_not_exist_or_has_no_such_number_is_refused_by_name(k
 def test_a_live_conductor_binds_a_little_before_a_worker_is_free_unless_told_otherwise() -> None:
     assert policy_of(SchedulerConfig()) == Moonpool(lookahead_s=0.03)
     assert policy_of(SchedulerConfig(policy_settings={"lookahead_s": 0.0, "age": 0.2})) == Moonpool(lookahead_s=0.0, age=0.2)
+
+
+def test_over_etcd_gateways_and_conductors_may_be_elsewhere_but_not_otherwise() -> None:
+    nodes = {"cluster.nodes": '[{"name": "a", "prefill": 1, "decode": 1}]'}
+    with pytest.raises(ConfigError, match="no conductor"):
+        load_config(None, {}, nodes)
+    assert load_config(None, {}, {**nodes, "cluster.registry": "etcd://etcd:2379"})[0].cluster.nodes[0].gateway == 0
+    with pytest.raises(ConfigError, match="no `both` worker"):
+        load_config(None, {}, {"cluster.nodes": '[{"name": "a", "prefill": 1}]', "cluster.registry": "etcd://etcd:2379"})
