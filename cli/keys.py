@@ -154,8 +154,8 @@ def revoke(
 
 def _limits(values: dict[str, Any]) -> dict[str, Any]:
     told = (
-        "requests_per_minute", "tokens_per_minute", "concurrent", "priority", "expires", "weight", "region", "pool_bytes", "models",
-        "ttft_target_ms", "tbt_target_ms",
+        "requests_per_minute", "tokens_per_minute", "concurrent", "priority", "expires", "weight", "region", "pool_bytes",
+        "models", "ttft_target_ms", "tbt_target_ms",
     )  # fmt: skip
     return {field: values[field] for field in told if values.get(field)}
 
