@@ -77,10 +77,11 @@ def guidellm_replay(at: Places) -> list[str]:
 
 def vllm_bench(at: Places) -> list[str]:
     return [
-        "vllm", "bench", "serve", "--backend", "openai", "--base-url", at.url, "--endpoint", "/v1/completions",
-        "--model", "smollm2", "--tokenizer", at.model, "--dataset-name", "random", "--random-input-len", "96",
-        "--random-output-len", "12", "--num-prompts", "8", "--request-rate", "2", "--ignore-eos", "--seed", "1",
-        "--save-result", "--result-dir", at.out, "--result-filename", "vllm-bench.json",
+        "python", "tests/clients/programs/vllm_bench.py", "--backend", "openai", "--base-url", at.url,
+        "--endpoint", "/v1/completions", "--model", "smollm2", "--tokenizer", at.model, "--dataset-name", "random",
+        "--random-input-len", "96", "--random-output-len", "12", "--num-prompts", "8", "--request-rate", "2",
+        "--ignore-eos", "--seed", "1", "--disable-tqdm", "--save-result", "--result-dir", at.out,
+        "--result-filename", "vllm-bench.json",
     ]  # fmt: skip
 
 

@@ -36,13 +36,17 @@ OFFLINE = {
 
 def pins() -> dict[str, str]:
     """Version of every client."""
-    lines = [line.split() for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
-    return {name: first.partition("==")[2] for name, first, *_ in lines}
+    return {name: wanted.partition("==")[2] for name, wanted in _pinned().items()}
 
 
 def package(name: str) -> str:
+    """What pip and ``importlib.metadata`` call it."""
+    return _pinned()[name].partition("==")[0].partition("[")[0]
+
+
+def _pinned() -> dict[str, str]:
     lines = [line.split() for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
-    return next(first.partition("==")[0].partition("[")[0] for found, first, *_ in lines if found == name)
+    return {name: first for name, first, *_ in lines}
 
 
 @dataclass(frozen=True)
