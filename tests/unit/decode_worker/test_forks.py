@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from support.workers import Answer, Gateway, generate, ref
 
 from moonpool.cluster.both import BothWorker
 from moonpool.core.errors import Reason
+from moonpool.core.ids import MemberId
+from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Placement
 from moonpool.core.request import Attempt, Request, Sibling
 
@@ -160,6 +163,23 @@ async def test_one_choice_goes_on_by_itself_where_its_ids_end(tmp_path: Path, ti
         await resumed.over.wait()
         await split.idle()
         assert whole[:7] + resumed.ids == whole
+
+
+async def test_choices_whose_prompt_waits_leave_a_leaving_worker_together(tmp_path: Path, tiny_model: Path) -> None:
+    async with split_path(tmp_path, tiny_model, decode_pages=12) as split:
+        other = replace(split.decode_member, id=MemberId("decode-9"))
+        split.crowd.tell(MemberChange(other, Liveness.LIVE))
+        first = split.asker.request(ids(150), max_tokens=12)
+        running = split.gateway.begin(first)
+        requests = choices(split, ids(100, 3), max_tokens=12)
+        waiting = begin(split.gateway, requests)
+        draining = asyncio.create_task(split.decode.drain(20.0))
+        await over([*waiting, running])
+        await draining
+        assert {answer.error.reason for answer in waiting if answer.error} == {Reason.MOVED}
+        assert all(answer.error is not None for answer in waiting)
+        assert running.ids == generate(split.decode_engine, first)
+        await split.idle()
 
 
 async def test_siblings_of_an_attempt_with_ids_are_refused(tmp_path: Path, tiny_model: Path) -> None:
