@@ -29,9 +29,15 @@ def ports(config: Config) -> Iterator[Finding]:
 
     config = with_own_host(config, LOOPBACK)  # which address it will be matters little to whether a port is free
     yield gateway_port(config)
-    first = config.cluster.probe_port
-    if first:
-        yield probe_ports(config, first)
+    cluster, nodes = config.cluster, config.cluster.nodes
+    processes = sum(1 + n.prefill + n.decode + n.both + n.conductor + n.gateway for n in nodes)
+    for name, host, first, count in (
+        ("cluster.probe_port", cluster.probe_host, cluster.probe_port, processes),
+        ("cluster.port", cluster.host, cluster.port, processes),
+        ("transfer.port", cluster.host, config.transfer.port, len(nodes)),
+    ):
+        if first:
+            yield ports_from(name, host, first, count)
 
 
 def gateway_port(config: Config) -> Finding:
@@ -50,19 +56,15 @@ def gateway_port(config: Config) -> Finding:
     return ok(f"gateway.port: {config.gateway.port} is free")
 
 
-def probe_ports(config: Config, first: int) -> Finding:
-    """One for every process of the cluster that this configuration starts."""
-    nodes = config.cluster.nodes
-    count = sum(1 + n.prefill + n.decode + n.both + n.conductor + n.gateway for n in nodes)
-    taken = [port for port in range(first, min(first + count, 65_536)) if not _free(config.cluster.probe_host, port)]
-    text = f"cluster.probe_port: {first} to {first + count - 1}"
+def ports_from(name: str, host: str, first: int, count: int) -> Finding:
+    """Of a setting that gives the first of ``count`` ports: one for each process of the cluster that is configured here."""
+    taken = [port for port in range(first, min(first + count, 65_536)) if not _free(host, port)]
+    text = f"{name}: {first} to {first + count - 1}" if count > 1 else f"{name}: {first}"
     if first + count - 1 > 65_535:
         return fail(f"{text} are {count} ports, and 65535 is the last", f"set it to {65_536 - count} or less, or to 0")
     if taken:
-        return warn(
-            f"{text}: taken are {', '.join(map(str, taken))}", "stop what listens there, or set another cluster.probe_port"
-        )
-    return ok(f"{text} are free")
+        return warn(f"{text}: taken are {', '.join(map(str, taken))}", f"stop what listens there, or set another {name}")
+    return ok(f"{text}, free")
 
 
 def _free(host: str, port: int) -> bool:
