@@ -27,9 +27,10 @@ RANGES = {"minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "
 def configuration() -> Iterator[str]:
     """One table per section."""
     yield from (MADE, "", "# Configuration", "")
-    yield "A TOML file (`--config`) < environment < command line (`--set section.key=value`). Sizes are bytes and take `KiB`, `MiB`,"
-    yield "`GiB`, `TiB`; times are milliseconds, unless the name says otherwise. An unknown name is refused with the nearest valid"
-    yield "one. `moonpool config show` prints every value with its origin. How they are used: [operations](../operations.md)."
+    yield "A TOML file (`--config`) < environment < command line (`--set section.key=value`). Sizes are bytes and take `KiB`,"
+    yield "`MiB`, `GiB`, `TiB`; times are milliseconds, unless the name says otherwise. An unknown name is refused with the"
+    yield "nearest valid one. `moonpool config show` prints every value with its origin. How they are used:"
+    yield "[operations](../operations.md)."
     for name, kind in sections().items():
         yield from ("", f"## [{name}]", "")
         yield from _values(kind, lambda key, section=name: f"<br>`{variable_of(f'{section}.{key}')}`")
@@ -89,7 +90,8 @@ def _cell(text: str) -> str:
 def commands() -> Iterator[str]:
     """Every verb with its options, as ``--help`` says them."""
     yield from (MADE, "", "# Commands", "")
-    yield "`moonpool --debug VERB` shows tracebacks. Exit codes and what to expect of each verb: [operations](../operations.md#verbs)."
+    yield "`moonpool --debug VERB` shows tracebacks. Exit codes and what to expect of each verb:"
+    yield "[operations](../operations.md#verbs)."
     yield from _command("moonpool", typer.main.get_command(build(Choices())), 2)
 
 
