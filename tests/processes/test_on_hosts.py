@@ -97,6 +97,9 @@ class HostLike:
         written = (self.root / "etc/moonpool/moonpool.env").read_text().splitlines()
         return dict(line.split("=", 1) for line in written)
 
+    def is_ready(self, instance: str) -> bool:
+        return "ready at" in (self.root / f"{instance}.log").read_text(errors="replace")
+
     def journal(self) -> str:
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-2000:]}" for f in sorted(self.root.glob("*.log")))
 
@@ -194,11 +197,12 @@ def test_two_hosts_serve_by_their_units_restart_and_stop_in_order(
         told = json.loads(done.stdout) if done.returncode == 0 else {"members": []}
         return {m["id"]: m for m in told["members"] if m["liveness"] == "live"}
 
-    until("store nodes", hosts, lambda: len(shown()) == 2)
+    until("store nodes", hosts, lambda: all(host.is_ready("store") for host in hosts))
     for host in hosts:
         for instance in here[host.name][1:]:
             host.start(instance)
-    members = until("everybody", hosts, lambda: everybody if set(everybody := shown()) == names else None)
+    until("everybody", hosts, lambda: all(host.is_ready(instance) for host in hosts for instance in here[host.name]))
+    members = until("everybody in status", hosts, lambda: everybody if set(everybody := shown()) == names else None)
     assert {m["address"].rpartition(":")[0] for m in members.values()} == {alpha.address, beta.address}
     url = members["gateway-beta"]["details"]["url"]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}

@@ -135,13 +135,12 @@ class RayCluster:
 
     def __exit__(self, *_: object) -> None:
         left = [psutil.Process(pid) for pid in self.processes() if psutil.pid_exists(pid)]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in left:
-                try:
-                    process.send_signal(number)
-                except psutil.NoSuchProcess:
-                    pass
-            _, left = psutil.wait_procs(left, timeout=5)
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(left, timeout=5)
         for node in self._nodes:
             node.wait(5)
         shutil.rmtree(self.folder, ignore_errors=True)
