@@ -85,6 +85,7 @@ class PlaceRequest:
     turn: int = 1  # of its session, from 1
     kind: str = ""  # of traffic, as in ``core.use.Use``
     weight: float = 1.0  # of its tenant, where tenants compete
+    choices: int = 1  # sequences that decode from the one prompt; 0 means 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Booking:
     keys: tuple[bytes, ...] = ()  # of the prompt's blocks
     kind: int = 0  # class of its answer's length (``output_length``)
     most: int = 0  # tokens its answer can have; 0: not known
+    choices: int = 1  # sequences at ``decode``
     at_prefill: End = End.COMING
     at_decode: End = End.COMING
     missing_since: float | None = None  # at the decode worker, after having been seen
@@ -101,7 +102,7 @@ class Ledger:
                 total.prefill_tokens += booking.prompt_tokens - booking.cached_tokens
                 total.jobs += 1
             if booking.decode == worker and booking.at_decode is End.COMING:
-                total.sequences += 1
+                total.sequences += booking.choices
                 total.context_tokens += booking.prompt_tokens
         return total
 

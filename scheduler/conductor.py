@@ -335,6 +335,7 @@ class Conductor:
                 request.keys,
                 self._view.courses.kind(request),
                 request.max_tokens,
+                max(request.choices, 1),
             )
         )
         self._queue.served(request, option.work_s)

@@ -42,7 +42,8 @@ class Opener:
     async def open(self, ledgers: Sequence[Ledger]) -> list[Opened]:
         """The current attempts of ``ledgers``, as one: they differ in names and seeds only. Raises what placing raises."""
         first = ledgers[0]
-        placement, conductor = await self._conductors.place(first.place_request(), deadline=first.deadline)
+        wanted = replace(first.place_request(), choices=len(ledgers))
+        placement, conductor = await self._conductors.place(wanted, deadline=first.deadline)
         try:
             lines: Sequence[Line | MoonpoolError] = await self._begin(ledgers, placement)
         except MoonpoolError as e:

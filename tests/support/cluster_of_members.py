@@ -108,6 +108,7 @@ class Cluster:
         exclude: Sequence[str] = (),
         ttft_ms: float | None = None,
         tbt_ms: float | None = None,
+        choices: int = 1,
     ) -> Placement | Refusal:
         asked = PlaceRequest(
             request,
@@ -117,6 +118,7 @@ class Cluster:
             32,
             Targets(ttft_ms, tbt_ms),
             exclude=tuple(MemberId(name) for name in exclude),
+            choices=choices,
         )
         answer = self.conductor.place(asked, self.now)
         assert not isinstance(answer, Later), answer

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'moonpool/wire/generated/conductor.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\xef\x01\n\x0cPlaceRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12%\n\x07targets\x18\x06 \x01(\x0b\x32\x14.moonpool.v1.Targets\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x0f\n\x07\x65xclude\x18\x08 \x03(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0c\n\x04turn\x18\n \x01(\r\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12\x0e\n\x06weight\x18\x0c \x01(\x01\"\x96\x01\n\nPlaceReply\x12+\n\tplacement\x18\x01 \x01(\x0b\x32\x16.moonpool.v1.PlacementH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.moonpool.v1.ErrorH\x00\x12,\n\x07waiting\x18\x03 \x01(\x0b\x32\x19.moonpool.v1.PlaceWaitingH\x00\x42\x06\n\x04kind\")\n\x0cPlaceWaiting\x12\x19\n\x11predicted_ttft_ms\x18\x01 \x01(\x01\"\xa4\x01\n\x0f\x46inishedRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x62ooking\x18\x03 \x01(\x04\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0e\n\x06tbt_ms\x18\x05 \x01(\x01\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07outcome\x18\x08 \x01(\t\"/\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\r\"+\n\x0c\x45xplainReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x1d\n\rRecordRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"\x1b\n\nRecordPart\x12\r\n\x05lines\x18\x01 \x01(\x0c\"\x91\x01\n\x10RebalanceRequest\x12\r\n\x05\x61pply\x18\x01 \x01(\x08\x12=\n\x08switches\x18\x02 \x03(\x0b\x32+.moonpool.v1.RebalanceRequest.SwitchesEntry\x1a/\n\rSwitchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1e\n\x0eRebalanceReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xbf\x03\n\tConductor\x12=\n\x05Place\x12\x19.moonpool.v1.PlaceRequest\x1a\x17.moonpool.v1.PlaceReply0\x01\x12<\n\x08\x46inished\x12\x1c.moonpool.v1.FinishedRequest\x1a\x12.moonpool.v1.Empty\x12\x37\n\x06Report\x12\x19.moonpool.v1.WorkerReport\x1a\x12.moonpool.v1.Empty\x12\x41\n\x07\x45xplain\x12\x1b.moonpool.v1.ExplainRequest\x1a\x19.moonpool.v1.ExplainReply\x12/\n\x05\x41live\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12G\n\tRebalance\x12\x1d.moonpool.v1.RebalanceRequest\x1a\x1b.moonpool.v1.RebalanceReply\x12?\n\x06Record\x12\x1a.moonpool.v1.RecordRequest\x1a\x17.moonpool.v1.RecordPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'moonpool/wire/generated/conductor.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\x80\x02\n\x0cPlaceRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12%\n\x07targets\x18\x06 \x01(\x0b\x32\x14.moonpool.v1.Targets\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x0f\n\x07\x65xclude\x18\x08 \x03(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0c\n\x04turn\x18\n \x01(\r\x12\x0c\n\x04kind\x18\x0b \x01(\t\x12\x0e\n\x06weight\x18\x0c \x01(\x01\x12\x0f\n\x07\x63hoices\x18\r \x01(\r\"\x96\x01\n\nPlaceReply\x12+\n\tplacement\x18\x01 \x01(\x0b\x32\x16.moonpool.v1.PlacementH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.moonpool.v1.ErrorH\x00\x12,\n\x07waiting\x18\x03 \x01(\x0b\x32\x19.moonpool.v1.PlaceWaitingH\x00\x42\x06\n\x04kind\")\n\x0cPlaceWaiting\x12\x19\n\x11predicted_ttft_ms\x18\x01 \x01(\x01\"\xa4\x01\n\x0f\x46inishedRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x62ooking\x18\x03 \x01(\x04\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0e\n\x06tbt_ms\x18\x05 \x01(\x01\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x0f\n\x07outcome\x18\x08 \x01(\t\"/\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\x12\x0c\n\x04last\x18\x02 \x01(\r\"+\n\x0c\x45xplainReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x0c\n\x04json\x18\x02 \x01(\t\"\x1d\n\rRecordRequest\x12\x0c\n\x04last\x18\x01 \x01(\r\"\x1b\n\nRecordPart\x12\r\n\x05lines\x18\x01 \x01(\x0c\"\x91\x01\n\x10RebalanceRequest\x12\r\n\x05\x61pply\x18\x01 \x01(\x08\x12=\n\x08switches\x18\x02 \x03(\x0b\x32+.moonpool.v1.RebalanceRequest.SwitchesEntry\x1a/\n\rSwitchesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1e\n\x0eRebalanceReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\xbf\x03\n\tConductor\x12=\n\x05Place\x12\x19.moonpool.v1.PlaceRequest\x1a\x17.moonpool.v1.PlaceReply0\x01\x12<\n\x08\x46inished\x12\x1c.moonpool.v1.FinishedRequest\x1a\x12.moonpool.v1.Empty\x12\x37\n\x06Report\x12\x19.moonpool.v1.WorkerReport\x1a\x12.moonpool.v1.Empty\x12\x41\n\x07\x45xplain\x12\x1b.moonpool.v1.ExplainRequest\x1a\x19.moonpool.v1.ExplainReply\x12/\n\x05\x41live\x12\x12.moonpool.v1.Empty\x1a\x12.moonpool.v1.Empty\x12G\n\tRebalance\x12\x1d.moonpool.v1.RebalanceRequest\x1a\x1b.moonpool.v1.RebalanceReply\x12?\n\x06Record\x12\x1a.moonpool.v1.RecordRequest\x1a\x17.moonpool.v1.RecordPart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REBALANCEREQUEST_SWITCHESENTRY']._loaded_options = None
   _globals['_REBALANCEREQUEST_SWITCHESENTRY']._serialized_options = b'8\001'
   _globals['_PLACEREQUEST']._serialized_start=94
-  _globals['_PLACEREQUEST']._serialized_end=333
-  _globals['_PLACEREPLY']._serialized_start=336
-  _globals['_PLACEREPLY']._serialized_end=486
-  _globals['_PLACEWAITING']._serialized_start=488
-  _globals['_PLACEWAITING']._serialized_end=529
-  _globals['_FINISHEDREQUEST']._serialized_start=532
-  _globals['_FINISHEDREQUEST']._serialized_end=696
-  _globals['_EXPLAINREQUEST']._serialized_start=698
-  _globals['_EXPLAINREQUEST']._serialized_end=745
-  _globals['_EXPLAINREPLY']._serialized_start=747
-  _globals['_EXPLAINREPLY']._serialized_end=790
-  _globals['_RECORDREQUEST']._serialized_start=792
-  _globals['_RECORDREQUEST']._serialized_end=821
-  _globals['_RECORDPART']._serialized_start=823
-  _globals['_RECORDPART']._serialized_end=850
-  _globals['_REBALANCEREQUEST']._serialized_start=853
-  _globals['_REBALANCEREQUEST']._serialized_end=998
-  _globals['_REBALANCEREQUEST_SWITCHESENTRY']._serialized_start=951
-  _globals['_REBALANCEREQUEST_SWITCHESENTRY']._serialized_end=998
-  _globals['_REBALANCEREPLY']._serialized_start=1000
-  _globals['_REBALANCEREPLY']._serialized_end=1030
-  _globals['_CONDUCTOR']._serialized_start=1033
-  _globals['_CONDUCTOR']._serialized_end=1480
+  _globals['_PLACEREQUEST']._serialized_end=350
+  _globals['_PLACEREPLY']._serialized_start=353
+  _globals['_PLACEREPLY']._serialized_end=503
+  _globals['_PLACEWAITING']._serialized_start=505
+  _globals['_PLACEWAITING']._serialized_end=546
+  _globals['_FINISHEDREQUEST']._serialized_start=549
+  _globals['_FINISHEDREQUEST']._serialized_end=713
+  _globals['_EXPLAINREQUEST']._serialized_start=715
+  _globals['_EXPLAINREQUEST']._serialized_end=762
+  _globals['_EXPLAINREPLY']._serialized_start=764
+  _globals['_EXPLAINREPLY']._serialized_end=807
+  _globals['_RECORDREQUEST']._serialized_start=809
+  _globals['_RECORDREQUEST']._serialized_end=838
+  _globals['_RECORDPART']._serialized_start=840
+  _globals['_RECORDPART']._serialized_end=867
+  _globals['_REBALANCEREQUEST']._serialized_start=870
+  _globals['_REBALANCEREQUEST']._serialized_end=1015
+  _globals['_REBALANCEREQUEST_SWITCHESENTRY']._serialized_start=968
+  _globals['_REBALANCEREQUEST_SWITCHESENTRY']._serialized_end=1015
+  _globals['_REBALANCEREPLY']._serialized_start=1017
+  _globals['_REBALANCEREPLY']._serialized_end=1047
+  _globals['_CONDUCTOR']._serialized_start=1050
+  _globals['_CONDUCTOR']._serialized_end=1497
 # @@protoc_insertion_point(module_scope)

@@ -35,6 +35,7 @@ class PlaceRequest(message.Message):
     TURN_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
+    CHOICES_FIELD_NUMBER: builtins.int
     request: builtins.str
     attempt: builtins.int
     prompt_tokens: builtins.int
@@ -44,6 +45,8 @@ class PlaceRequest(message.Message):
     turn: builtins.int
     kind: builtins.str
     weight: builtins.float
+    choices: builtins.int
+    """sequences that decode from the one prompt; 0: one"""
     @builtins.property
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
@@ -65,10 +68,11 @@ class PlaceRequest(message.Message):
         turn: builtins.int = ...,
         kind: builtins.str = ...,
         weight: builtins.float = ...,
+        choices: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "exclude", b"exclude", "keys", b"keys", "kind", b"kind", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "choices", b"choices", "exclude", b"exclude", "keys", b"keys", "kind", b"kind", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request", b"request", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

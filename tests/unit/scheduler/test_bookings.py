@@ -57,6 +57,16 @@ def test_work_is_counted_once_when_the_worker_reports_what_was_booked() -> None:
     assert cluster.placed("probe", 100).predicted_ttft_ms < 0.2 * wait
 
 
+def test_every_choice_of_a_prompt_counts_as_a_sequence_and_the_prompt_once() -> None:
+    expected = []
+    for choices in (0, 1, 16):
+        cluster = split(prefills=1, taught=True)
+        cluster.placed("r", 1_000, choices=choices)
+        assert cluster.gauge("booked_context_tokens") == 1_000
+        expected.append(cluster.placed("probe", 100).predicted_tbt_ms)
+    assert expected[0] == expected[1] < expected[2]
+
+
 def test_booked_work_drains_while_nobody_reports() -> None:
     cluster = split(prefills=1, taught=True)
     cluster.placed("r", 1_000)

@@ -18,6 +18,7 @@ import moonpool.core
 from moonpool.core.errors import Failure
 from moonpool.core.layout import ITEM_BYTES, KVLayout
 from moonpool.core.placement import Finished, Refusal
+from moonpool.core.request import PromptLogprobs
 from moonpool.wire import pb
 
 NAMED_DIFFERENTLY: list[tuple[type, type[Message]]] = [
@@ -37,6 +38,7 @@ RANGES = {
 }
 text = st.text(st.characters(codec="utf-8"), max_size=12)
 MANY = 3
+_UINT32 = st.integers(0, 2**32 - 1)
 
 
 def _messages() -> dict[str, type[Message]]:
@@ -78,9 +80,17 @@ def values(cls: type, message: type[Message]) -> st.SearchStrategy[Any]:
             text,
             text,
         )
+    if cls is PromptLogprobs:
+        return st.builds(_prompt_logprobs, _UINT32, st.integers(0, MANY), st.integers(0, MANY), _UINT32)
     hints = typing.get_type_hints(cls)
     by_name = message.DESCRIPTOR.fields_by_name
     return st.builds(cls, **{f.name: _field(hints[f.name], by_name[f.name]) for f in dataclasses.fields(cls)})
+
+
+def _prompt_logprobs(first: int, n: int, width: int, token: int) -> PromptLogprobs:
+    """Its lists agree, or it is none."""
+    many = n * width
+    return PromptLogprobs(first, width, (-0.5,) * n, (token,) * n, (token,) * many, (-1.5,) * many)
 
 
 def _field(hint: Any, descriptor: FieldDescriptor) -> st.SearchStrategy[Any]:

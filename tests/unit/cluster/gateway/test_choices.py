@@ -32,7 +32,7 @@ async def test_choices_are_placed_once_and_drawn_by_seeds_of_their_own(tiny: Fro
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert [choice["token_ids"] for choice in answer["choices"]] == [[70, 90, 91], [71, 90, 91], [72, 90, 91]]
     assert answer["usage"]["prompt_tokens"] == 4 and answer["usage"]["completion_tokens"] == 9
-    assert len(tiny.conductor.placed) == 1
+    assert [asked.choices for asked in tiny.conductor.placed] == [3]
     assert [len(attempt.siblings) for attempt in tiny.decode.started] == [2]
 
 
