@@ -128,7 +128,9 @@ class GatewayConfig(_Values):
     models: tuple[ModelConfig, ...] = Field((), description="models served besides that of [model], each with its path")
     usage_log: str = Field("", description="file that gets a line of JSON about every request at its end; empty: none")
     usage_log_bytes: int = Field(64 * MIB, ge=4_096, description="size at which the usage log is begun anew")
-    usage_log_files: int = Field(8, ge=1, le=10_000, description="how many full usage logs are kept beside the one being written")
+    usage_log_files: int = Field(
+        8, ge=1, le=10_000, description="how many full usage logs are kept beside the one being written"
+    )
     warm_file: str = Field("", description="prompts that are computed into the pool at the start, as for `moonpool warm`")
     cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the gateway, or *; empty: none")
 
