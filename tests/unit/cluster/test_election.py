@@ -123,13 +123,13 @@ class Keys:
 
     def stand(self, name: str, known: int = 0, life: int = 1) -> Lead | Bid:
         me = member(name, Role.CONDUCTOR, life)
-        return stand(ADDRESS, me, known, self.items.get(ADDRESS.leader), self.items.get(ADDRESS.term))
+        return stand(ADDRESS, me, known, self.items.get(ADDRESS.leader("")), self.items.get(ADDRESS.term))
 
     def write(self, bid: Bid) -> bool:
         if any((self.items[key].revision if key in self.items else 0) != revision for key, revision in bid.expected.items()):
             return False
         self.revision += 1
-        for key, value in ((ADDRESS.leader, bid.leader), (ADDRESS.term, bid.newest)):
+        for key, value in ((ADDRESS.leader(""), bid.leader), (ADDRESS.term, bid.newest)):
             self.items[key] = Item(key, value, self.revision)
         return True
 
@@ -149,7 +149,7 @@ def test_of_two_that_stand_at_once_in_etcd_one_leads() -> None:
 def test_terms_go_on_from_what_etcd_or_anybody_remembers() -> None:
     keys = Keys()
     assert keys.write(bid(keys.stand(A, known=4)))
-    del keys.items[ADDRESS.leader]  # its lease lapsed
+    del keys.items[ADDRESS.leader("")]  # its lease lapsed
     assert bid(keys.stand(B)).term == 6
     keys.items.clear()  # etcd came back empty
     assert bid(keys.stand(B, known=5)).term == 6
@@ -163,10 +163,10 @@ def test_a_newer_life_under_the_same_lease_begins_a_new_term() -> None:
 
 @given(st.binary(max_size=300), st.binary(max_size=40))
 def test_what_others_write_there_is_a_leader_or_gives_way(leader: bytes, newest: bytes) -> None:
-    items = [Item(ADDRESS.leader, leader, 3), Item(ADDRESS.term, newest, 4)]
+    items = [Item(ADDRESS.leader(""), leader, 3), Item(ADDRESS.term, newest, 4)]
     found = stand(ADDRESS, member(A, Role.CONDUCTOR), 0, *items)
     if isinstance(found, Bid):
-        assert found.expected == {ADDRESS.leader: 3, ADDRESS.term: 4} and found.term > 0
+        assert found.expected == {ADDRESS.leader(""): 3, ADDRESS.term: 4} and found.term > 0
     else:
         assert found.leader and found.term
 
