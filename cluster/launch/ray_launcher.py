@@ -21,7 +21,7 @@ from moonpool.cluster.launch.host import Host, Site, machine
 from moonpool.cluster.launch.plan import ends, patience_s
 from moonpool.cluster.launch.ray_actor import Cluster, RoleActor
 from moonpool.cluster.launch.ray_bundles import cpus, gpus, short_of_cpus
-from moonpool.cluster.launch.ray_room import Room
+from moonpool.cluster.launch.ray_room import Room, name_taken, names_of
 from moonpool.cluster.launch.ray_session import (
     JOB_STOP_WAIT,
     LOCAL,
@@ -159,16 +159,11 @@ class RayLauncher:
         return await asyncio.shield(self._opening)
 
     async def _require_free_name(self) -> None:
-        """Actors of a cluster that has just ended are given a moment to go."""
-        from ray.util import list_named_actors
-
+        """What a cluster that has just ended had is given a moment to go."""
         name, until = self._config.cluster.name, asyncio.get_running_loop().time() + FREE_S
-        while taken := [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == name]:
+        while taken := names_of(name):
             if asyncio.get_running_loop().time() > until:
-                raise ConfigError(
-                    f"cluster.name: {name!r} runs in this Ray already ({', '.join(sorted(taken))}); stop it, or give another",
-                    param="cluster.name",
-                )
+                raise name_taken(name, ", ".join(taken))
             await asyncio.sleep(RETRY_S)
 
     def _create(self, spec: RoleSpec) -> Any:
@@ -198,7 +193,7 @@ class RayLauncher:
 
     async def _keep(self, spec: RoleSpec) -> None:
         """Runs the role again in every actor process that Ray makes for it, until it is stopped or given up."""
-        from ray.exceptions import ActorDiedError, RayActorError
+        from ray.exceptions import ActorDiedError, RayActorError, RayError
 
         running = False
         while not self._stopping.is_set():
@@ -225,6 +220,10 @@ class RayLauncher:
                     self._say(f"[{spec.member}] died; Ray restarts it")
                 running = False
                 await asyncio.sleep(RETRY_S)
+            except RayError as e:  # nothing that Ray restarts: its node's key, its environment, its room
+                if not self._stopping.is_set():
+                    self._failed(spec.member, last_line(e))
+                return
             finally:
                 listener.cancel()
 

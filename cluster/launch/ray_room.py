@@ -31,6 +31,7 @@ class Room:
 
         ``may_grow``: nodes may still join; otherwise what Ray has now is all there will be.
         """
+        from ray.exceptions import RaySystemError
         from ray.util.placement_group import placement_group, remove_placement_group
 
         cluster, wanted = config.cluster, bundles(config)
@@ -40,9 +41,13 @@ class Room:
         if missing:
             say(f"waiting {cluster.ray_place_ms / 1000:g} s for Ray to grow: {missing}")
         labels = selectors(config) if any(selectors(config)) else None
-        group = placement_group(
-            wanted, strategy=cluster.ray_strategy, name=f"{cluster.name}/nodes", bundle_label_selector=labels
-        )
+        name = _group_name(cluster.name)
+        try:
+            group = placement_group(wanted, strategy=cluster.ray_strategy, name=name, bundle_label_selector=labels)
+        except RaySystemError as e:
+            if names_of(cluster.name):  # another start was faster
+                raise name_taken(cluster.name, name) from e
+            raise
         try:
             await asyncio.wait_for(resolved(group.ready()), cluster.ray_place_ms / 1000)
         except TimeoutError as e:
@@ -60,10 +65,17 @@ class Room:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=names.index(node))
 
     async def hosts(self, regions: Path) -> dict[NodeId, Host]:
-        """Asks every bundle's host. ConfigError where it has not this package, or another version of it."""
+        """Asks every bundle's host. ConfigError where it has not this package, another version of it, or no answer."""
         nodes = [NodeId(node.name) for node in self._config.cluster.nodes]
-        async with asyncio.timeout(SURVEY_S):
-            return dict(zip(nodes, await asyncio.gather(*(self._ask(node, regions) for node in nodes)), strict=True))
+        try:
+            async with asyncio.timeout(SURVEY_S):
+                return dict(zip(nodes, await asyncio.gather(*(self._ask(node, regions) for node in nodes)), strict=True))
+        except TimeoutError as e:
+            raise ConfigError(
+                f"cluster.ray_address: the nodes {', '.join(nodes)} do not all say within {SURVEY_S:.0f} s that they can run "
+                "this package; see the logs of the job's runtime environment (docs/ray.md)",
+                param="cluster.ray_address",
+            ) from e
 
     async def _ask(self, node: NodeId, regions: Path) -> Host:
         import ray
@@ -90,6 +102,26 @@ class Room:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self._group)
+
+
+def names_of(cluster: str) -> list[str]:
+    """What a cluster of this name has in Ray: actors, and its room, which it may wait for before it has any of them."""
+    from ray.util import list_named_actors
+    from ray.util.placement_group import placement_group_table
+
+    actors = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == cluster]
+    groups = [one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    return sorted([*actors, *(name for name in groups if name == _group_name(cluster))])
+
+
+def name_taken(cluster: str, by: str) -> ConfigError:
+    return ConfigError(
+        f"cluster.name: {cluster!r} runs in this Ray already ({by}); stop it, or give another", param="cluster.name"
+    )
+
+
+def _group_name(cluster: str) -> str:
+    return f"{cluster}/nodes"
 
 
 def _say_host(regions: str) -> tuple[str, Host]:
