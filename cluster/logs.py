@@ -23,39 +23,60 @@ def log_path(state_dir: Path, member: str) -> Path:
     return state_dir / "logs" / f"{member}.log"
 
 
-class BoundedFile:
-    """Appends to ``path``; once ``limit`` bytes are in it, it becomes the older one and is begun anew. Any thread."""
+class Stream:
+    """A text stream whose troubles cost lines, and nobody's request: a full disk, a reader that is gone. Any thread."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self.lost = 0  # writes that were not taken
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            try:
+                return self._put(text)
+            except (OSError, ValueError):  # ValueError: it is closed
+                self.lost += 1
+                return 0
+
+    def _put(self, text: str) -> int:
+        return self._file.write(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            try:
+                self._file.flush()
+            except (OSError, ValueError):
+                self.lost += 1
+
+
+class BoundedFile(Stream):
+    """Appends to ``path``; once ``limit`` bytes are in it, it becomes the older one and is begun anew."""
 
     def __init__(self, path: Path, limit: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._limit = path, limit
-        self._lock = threading.Lock()
-        self.lost = 0  # lines that the disk did not take
-        self._file = self._open()
+        super().__init__(self._open())
 
     def _open(self) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
         file = self._path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
         self._size = os.fstat(file.fileno()).st_size
         return file
 
-    def write(self, text: str) -> int:
-        with self._lock:
-            if self._size >= self._limit:
-                self._begin_anew()
-            self._size += len(text)
-            try:
-                return self._file.write(text)
-            except OSError:  # a full disk costs lines, not requests
-                self.lost += 1
-                return 0
+    def _put(self, text: str) -> int:
+        if self._size >= self._limit:
+            self._begin_anew()
+        self._size += len(text)
+        return super()._put(text)
 
     def _begin_anew(self) -> None:
-        self._file.close()
+        """Where no new file can be made, OSError: the next line tries again."""
         try:
             self._path.replace(self._path.with_name(self._path.name + OLDER))
-        except OSError:  # it grows on
+        except OSError:  # it grows on, or is gone
             pass
-        self._file = self._open()
+        old, self._file = self._file, self._open()
+        old.close()
 
     def close(self) -> None:
         with self._lock:
@@ -64,18 +85,11 @@ class BoundedFile:
             except OSError:
                 self.lost += 1
 
-    def flush(self) -> None:
-        with self._lock:
-            try:
-                self._file.flush()
-            except OSError:
-                self.lost += 1
-
 
 def open_log(state_dir: Path, member: str, observe: ObserveConfig | None = None) -> structlog.typing.FilteringBoundLogger:
     """Sends this process's structlog and standard logging there; returns a logger bound to ``member``."""
     observe = observe or ObserveConfig()
-    file = BoundedFile(log_path(state_dir, member), observe.log_bytes) if observe.log_to == "file" else sys.stderr
+    file = BoundedFile(log_path(state_dir, member), observe.log_bytes) if observe.log_to == "file" else Stream(sys.stderr)
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -107,4 +121,12 @@ def open_log(state_dir: Path, member: str, observe: ObserveConfig | None = None)
 def _renderer(observe: ObserveConfig) -> structlog.typing.Processor:
     if observe.log_format == "json":
         return structlog.processors.JSONRenderer(sort_keys=False)
-    return structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], drop_missing=True)
+    logfmt = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"], drop_missing=True)
+    return lambda logger, name, line: logfmt(logger, name, {key: _on_one_line(value) for key, value in line.items()})
+
+
+def _on_one_line(value: object) -> object:
+    """Logfmt escapes newlines only, and others end lines, too, or move a terminal's cursor."""
+    if not isinstance(value, str) or value.isprintable():
+        return value
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in value)

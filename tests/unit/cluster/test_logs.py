@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from moonpool.cluster.logs import OLDER, BoundedFile, log_path, open_log
+from moonpool.cluster.logs import OLDER, BoundedFile, Stream, log_path, open_log
 from moonpool.cluster.probe import ended
 from moonpool.cluster.probe.ended import EndedLives
 from moonpool.core.config import ObserveConfig
@@ -129,3 +131,46 @@ def test_what_cannot_be_told_of_a_life_ends_nothing(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 2, "the first and the tenth"
     text = next(iter(telling.registry.collect())).samples
     assert any(sample.name.endswith("_count") and sample.labels == {"step": "queue"} and sample.value == 20 for sample in text)
+
+
+HOSTILE = "a\nlevel=info event=forged\r\u2028\u0085\x1b[2J\ud800"
+
+
+@pytest.mark.parametrize("form", ["json", "logfmt"])
+def test_what_others_name_themselves_begins_no_line_of_its_own(tmp_path: Path, form: str) -> None:
+    log = open_log(tmp_path, "m", ObserveConfig.model_validate({"log_format": form}))
+    log.warning("refused", tenant=HOSTILE)
+    logging.getLogger("elsewhere").warning("about %s", HOSTILE)
+    text = log_path(tmp_path, "m").read_text()
+    assert len(text.splitlines()) == text.count("\n") == 2
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_a_log_s_folder_that_is_removed_costs_nobody_an_error_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    log = open_log(folder, "m", ObserveConfig(log_bytes=1 << 16))
+    log.warning("x" * (1 << 16))
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    log.warning("nowhere to put it")
+    folder.unlink()
+    log.warning("there again")
+    assert [json.loads(line)["event"] for line in lines(folder)] == ["there again"]
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("file", [Gone(), io.StringIO()])
+def test_standard_error_that_is_closed_or_has_no_reader_costs_lines_only(file: io.StringIO) -> None:
+    if not isinstance(file, Gone):
+        file.close()
+    stream = Stream(file)
+    log = structlog.WriteLogger(stream)  # type: ignore[arg-type]  # it writes and flushes
+    log.warning("nobody reads this")
+    assert stream.lost
