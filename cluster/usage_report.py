@@ -12,6 +12,8 @@ from moonpool.core.parsing import read_json
 
 GROUPS = ("tenant", "model", "day", "endpoint", "outcome", "gateway")
 DAY_CHARS = len("2026-11-30")
+LINE_CHARS = 1 << 16  # what is longer is no line of a gateway's
+MOST = 1 << 53  # tokens or milliseconds of one request: sums stay exact, and can be shown
 
 
 @dataclass(slots=True)
@@ -81,7 +83,8 @@ def lines_of(path: Path) -> Iterator[str]:
     for file in files:
         try:
             with file.open(encoding="utf-8", errors="replace") as f:
-                yield from f
+                while line := f.readline(LINE_CHARS):
+                    yield line
         except FileNotFoundError:  # begun anew meanwhile
             continue
         except OSError as e:
@@ -104,9 +107,17 @@ def _line(text: str) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     good = (
-        all(isinstance(line.get(name), str) for name in _TEXTS)
-        and all(isinstance(line.get(name), int) for name in _COUNTS)
-        and isinstance(line.get("duration_ms"), int | float)
-        and isinstance(line.get("ttft_ms", ""), int | float | None)
+        all(_is_word(line.get(name)) for name in _TEXTS)
+        and all(type(line.get(name)) is int and _is_amount(line[name]) for name in _COUNTS)
+        and _is_amount(line.get("duration_ms"))
+        and (line.get("ttft_ms", "") is None or _is_amount(line.get("ttft_ms")))
     )
     return line if good else None
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_amount(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MOST  # type: ignore[operator]  # not where it is NaN

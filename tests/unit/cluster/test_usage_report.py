@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from moonpool.cli.main import Choices, build
-from moonpool.cluster.usage_report import lines_of, report
+from moonpool.cluster.usage_report import LINE_CHARS, lines_of, report
 from moonpool.core.errors import ConfigError
 
 COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "choices", "attempts")
@@ -59,6 +59,39 @@ def test_totals_are_what_counting_line_by_line_gives(lines: list[dict[str, Any]]
 def test_lines_that_are_none_are_left_out_and_counted(bad: str) -> None:
     found = report([bad, json.dumps(entry()), "\n"], ["tenant"])
     assert (found.total.requests, found.unreadable) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tenant": "\ud800"},
+        {"tenant": "a\x1b[2J"},
+        {"model": "m\nn"},
+        {"prompt_tokens": 10**400},
+        {"prompt_tokens": -1},
+        {"choices": True},
+        {"attempts": 1.0},
+        {"ttft_ms": float("nan")},
+        {"ttft_ms": 10**400},
+        {"duration_ms": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_damaged_line_is_left_out_whatever_is_wrong_with_it(bad: dict[str, Any], tmp_path: Path) -> None:
+    log = tmp_path / "usage.jsonl"
+    write(log, entry(), entry(**bad))
+    for more in ([], ["--json"]):
+        result = CliRunner().invoke(build(Choices()), ["usage", str(log), *more])
+        assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert (shown["total"]["requests"], shown["unreadable"]) == (1, 1)
+
+
+def test_a_line_without_an_end_is_not_read_as_one(tmp_path: Path) -> None:
+    log = tmp_path / "usage.jsonl"
+    log.write_bytes(b"\0" * 300_000 + b"\n" + json.dumps(entry()).encode())
+    assert max(map(len, lines_of(log))) == LINE_CHARS
+    assert report(lines_of(log), ["tenant"]).total.requests == 1
 
 
 def write(path: Path, *entries: dict[str, Any]) -> None:
