@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -187,6 +188,95 @@ def test_helm_options_that_no_profile_takes_render_too() -> None:
     assert not [kind for kind in kinds if "decode" in kind or kind.startswith("ServiceAccount")]
     gateway = next(m for m in manifests if m["metadata"]["name"] == "moonpool-gateway" and m["kind"] == "Deployment")
     assert "replicas" not in gateway["spec"], "whoever scales says how many"
+
+
+def _odd_labels(one: Any) -> list[Any]:
+    """Labels and selectors in ``one`` whose values are no texts."""
+    if isinstance(one, list):
+        return [odd for each in one for odd in _odd_labels(each)]
+    if not isinstance(one, dict):
+        return []
+    own = {**(one.get("labels") or {}), **(one.get("matchLabels") or {})}
+    return [pair for pair in own.items() if not isinstance(pair[1], str)] + _odd_labels(list(one.values()))
+
+
+def test_helm_names_that_look_like_other_kinds_of_yaml_stay_names() -> None:
+    import yaml
+
+    more = {
+        "cluster": {"name": "1.0"},
+        "workers": {"null": {"role": "both"}, "on": {"role": "both"}},
+        "serviceAccount": {"create": False, "name": "123"},
+        "model": {"hostPath": "/models: all #1"},
+        "keys": {"existingSecret": "456"},
+    }
+    made = SCRIPT.render(values("cpu", **more), release="true")
+    manifests = [m for m in yaml.safe_load_all(SCRIPT.manifests(made)) if m]
+    assert _odd_labels(manifests) == []
+    spec = next(m for m in manifests if m["kind"] == "StatefulSet" and "moonpool-on" in m["metadata"]["name"])
+    spec = spec["spec"]["template"]["spec"]
+    named = {one["name"]: one for one in spec["volumes"]}
+    assert spec["serviceAccountName"] == "123"
+    assert (named["model"]["hostPath"]["path"], named["keys"]["secret"]["secretName"]) == ("/models: all #1", "456")
+
+
+@pytest.mark.parametrize("group", ["gateway", "conductor", "store", "etcd", "members"])
+def test_helm_keeps_names_of_its_own_from_groups_of_workers(group: str) -> None:
+    with pytest.raises(helm.HelmError, match=group):
+        rendered("cpu", workers={group: {"role": "both"}})
+
+
+def test_helm_refuses_a_release_that_services_could_not_be_called_by() -> None:
+    with pytest.raises(helm.HelmError, match="set fullnameOverride"):
+        SCRIPT.render(values("cpu"), release="123")
+    SCRIPT.render(values("cpu", fullnameOverride="llm"), release="123")
+
+
+def test_helm_scales_a_group_by_its_own_pods_where_another_s_name_begins_alike() -> None:
+    import yaml
+
+    scale = {"min": 1, "max": 4, "metric": "moonpool_decode_requests_running", "target": "16"}
+    more = {
+        "workers": {"decode": {"role": "decode"}, "decode-big": {"role": "decode"}},
+        "autoscaling": {
+            "kind": "keda",
+            "prometheus": "http://p:9090",
+            "gateway": {"enabled": True},
+            "workers": {"decode": scale},
+        },
+    }
+    manifests = [m for m in yaml.safe_load_all(rendered("cpu", **more)) if m]
+    queries = {
+        m["metadata"]["name"]: m["spec"]["triggers"][0]["metadata"]["query"] for m in manifests if m["kind"] == "ScaledObject"
+    }
+    pods = "moonpool-decode-0", "moonpool-decode-12", "moonpool-decode-big-0", "moonpool-gateway-6d4b75cb6d-hwgcd"
+    patterns = {name: re.findall('pod=~"(.*?)"', query)[0] for name, query in queries.items()}
+    counted = {name: [pod for pod in pods if re.fullmatch(pattern, pod)] for name, pattern in patterns.items()}
+    assert counted == {"moonpool-decode": [*pods[:2]], "moonpool-gateway": [pods[3]]}
+
+
+def test_helm_labels_what_is_scraped_as_alerts_and_dashboards_ask_for_it() -> None:
+    import yaml
+
+    more = {"monitoring": {"serviceMonitor": {"enabled": True}}, "fullnameOverride": "llm", "cluster": {"name": "west"}}
+    manifests = [m for m in yaml.safe_load_all(rendered("cpu", **more)) if m]
+    for endpoint in next(m for m in manifests if m["kind"] == "ServiceMonitor")["spec"]["endpoints"]:
+        labels = {one["targetLabel"]: one["replacement"] for one in endpoint["relabelings"]}
+        assert labels == {"job": "moonpool", "cluster": "west"}
+        assert 'up{job=~".*moonpool.*"}' in (CHART / "files/alerts.yaml").read_text(encoding="utf-8")
+
+
+def test_helm_replays_a_trace_with_an_odd_name_by_ray_too_and_says_what_a_job_cannot_have() -> None:
+    import shlex
+
+    import yaml
+
+    trace = "/models/it's a trace; $(date).jsonl"
+    manifests = [m for m in yaml.safe_load_all(rendered("kuberay", replay={"trace": trace})) if m]
+    words = [shlex.split(m["spec"]["entrypoint"]) for m in manifests if m["kind"] == "RayJob"]
+    assert ["moonpool", "replay", trace] in [one[:3] for one in words]
+    with pytest.raises(helm.HelmError, match=r"replay\.apiKey: a Ray job gets no Secret"):
+        rendered("kuberay", replay={"apiKey": {"existingSecret": "keys"}})
 
 
 def test_helm_ships_alerts_and_dashboards_as_they_are() -> None:

@@ -507,3 +507,15 @@ def test_network_policies_in_manifests_let_through_what_the_table_of_rights_allo
     for etcd in [pod.labels for pod in pods(manifests) if pod.component == "etcd"]:
         assert reaches(manifests, of_party[Party.PREFILL][0][0], etcd, 2379)
         assert not reaches(manifests, {"app": "stranger"}, etcd, 2379)
+
+
+def test_network_policies_in_manifests_let_kuberay_and_jobs_of_the_chart_through_where_clients_are_chosen() -> None:
+    ray, chosen = golden("kuberay"), golden("rdma")
+    head = next(pod.labels for pod in pods(ray) if pod.component == "ray-head")
+    operator = {"app.kubernetes.io/component": "kuberay-operator"}
+    assert reaches(ray, operator, head, 8265), "it asks how jobs do"
+    assert not reaches(ray, operator, head, 6379)
+    gateway = next(pod.labels for pod in pods(chosen) if pod.component == "gateway")
+    for component, allowed in (("replay", True), ("test", True), ("operator", True), ("worker", False), ("anything", False)):
+        source = {**gateway, "app.kubernetes.io/component": component}
+        assert reaches(chosen, source, gateway, 8000) == allowed, component

@@ -5,13 +5,16 @@
 {{- end }}
 
 {{- define "moonpool.fullname" -}}
+{{- $full := printf "%s-%s" .Release.Name (include "moonpool.name" .) -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" -}}
+{{- $full = .Values.fullnameOverride -}}
 {{- else if contains (include "moonpool.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name (include "moonpool.name" .) | trunc 30 | trimSuffix "-" -}}
+{{- $full = .Release.Name -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- fail (printf "fullnameOverride: Services cannot be called %q, which begins with no letter; set fullnameOverride" $full) -}}
+{{- end -}}
+{{- $full | trunc 30 | trimSuffix "-" -}}
 {{- end }}
 
 {{/* What the processes call their cluster: several releases with one name and one etcd are one cluster. */}}
@@ -21,20 +24,20 @@
 
 {{- define "moonpool.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
-app.kubernetes.io/name: {{ include "moonpool.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "moonpool.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: {{ include "moonpool.cluster" . }}
+app.kubernetes.io/part-of: {{ include "moonpool.cluster" . | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{/* (root, component, group) -> labels that pods are found by; group may be empty. */}}
 {{- define "moonpool.selector" -}}
-app.kubernetes.io/name: {{ include "moonpool.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "moonpool.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .group }}
-moonpool-group: {{ . }}
+moonpool-group: {{ . | quote }}
 {{- end }}
 {{- end }}
 

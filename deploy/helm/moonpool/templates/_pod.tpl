@@ -83,7 +83,7 @@ readinessProbe:
 - {name: etcd-user, mountPath: /etc/moonpool/etcd-user, readOnly: true}
 {{- end }}
 {{- if or $v.model.existingClaim $v.model.hostPath }}
-- {name: model, mountPath: {{ $v.model.mountPath }}, readOnly: true}
+- {name: model, mountPath: {{ $v.model.mountPath | quote }}, readOnly: true}
 {{- end }}
 {{- if and (or .gateway .store) $v.apiKeys.existingSecret }}
 - {name: api-keys, mountPath: /etc/moonpool/api-keys, readOnly: true}
@@ -102,12 +102,12 @@ readinessProbe:
     name: {{ include "moonpool.fullname" $root }}
 - name: keys
   secret:
-    secretName: {{ required "keys.existingSecret: empty; make one: kubectl create secret generic moonpool-keys --from-file=hash.key" $v.keys.existingSecret }}
+    secretName: {{ required "keys.existingSecret: empty; make one: kubectl create secret generic moonpool-keys --from-file=hash.key" $v.keys.existingSecret | quote }}
     defaultMode: 0440
     items:
-      - {key: {{ $v.keys.hashKey }}, path: hash.key}
+      - {key: {{ $v.keys.hashKey | quote }}, path: hash.key}
       {{- if $v.kvEncryption }}
-      - {key: {{ $v.keys.kvKey }}, path: kv.key}
+      - {key: {{ $v.keys.kvKey | quote }}, path: kv.key}
       {{- end }}
 - name: home
   emptyDir:
@@ -123,33 +123,33 @@ readinessProbe:
 {{- end }}
 {{- if $v.etcd.tls.existingSecret }}
 - name: etcd-tls
-  secret: {secretName: {{ $v.etcd.tls.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ $v.etcd.tls.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if $v.etcd.user }}
 - name: etcd-user
-  secret: {secretName: {{ required "etcd.password.existingSecret: empty, but etcd.user is set" $v.etcd.password.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ required "etcd.password.existingSecret: empty, but etcd.user is set" $v.etcd.password.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if $v.model.existingClaim }}
 - name: model
-  persistentVolumeClaim: {claimName: {{ $v.model.existingClaim }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ $v.model.existingClaim | quote }}, readOnly: true}
 {{- else if $v.model.hostPath }}
 - name: model
-  hostPath: {path: {{ $v.model.hostPath }}, type: Directory}
+  hostPath: {path: {{ $v.model.hostPath | quote }}, type: Directory}
 {{- end }}
 {{- if and (or .gateway .store) $v.apiKeys.existingSecret }}
 - name: api-keys
-  secret: {secretName: {{ $v.apiKeys.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ $v.apiKeys.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- if and .gateway $v.https.existingSecret }}
 - name: https
-  secret: {secretName: {{ $v.https.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ $v.https.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 {{- end }}
 
 {{/* (root, grace, api): the head of every pod's specification. api: it talks to Kubernetes, under the operator's account. */}}
 {{- define "moonpool.podHead" -}}
 {{- if not .api -}}
-serviceAccountName: {{ include "moonpool.serviceAccount" .root }}
+serviceAccountName: {{ include "moonpool.serviceAccount" .root | quote }}
 {{ end -}}
 automountServiceAccountToken: {{ default false .api }}
 enableServiceLinks: false  # they would make variables that begin with MOONPOOL_, which are settings
@@ -165,7 +165,7 @@ imagePullSecrets:
 {{/* (root, where, spread): where: a component's own nodeSelector, tolerations, affinity, priorityClassName. */}}
 {{- define "moonpool.placement" -}}
 {{- with .where.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .where.nodeSelector }}
 nodeSelector:
@@ -252,7 +252,7 @@ checksum/config: {{ include "moonpool.toml" .root | sha256sum }}
 {{/* Ends once the gateways serve. */}}
 {{- define "moonpool.waitContainer" -}}
 name: wait
-image: {{ include "moonpool.image" . }}
+image: {{ include "moonpool.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 command: [python3, -c]
 args:

@@ -7,7 +7,7 @@ restartPolicy: Never  # the autoscaler replaces pods
 {{- end }}
 
 {{- define "moonpool.rayContainer" -}}
-image: {{ include "moonpool.image" . }}
+image: {{ include "moonpool.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 env:
   - {name: HOME, value: /home/moonpool}
@@ -16,6 +16,14 @@ env:
   {{- with .Values.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{/* Words of a command line, for a shell. */}}
+{{- define "moonpool.shellWords" -}}
+{{- range $i, $word := . -}}
+{{- if $i }} {{ end -}}
+{{- if regexMatch "^[A-Za-z0-9_./:=,@%+-]+$" $word -}}{{ $word }}{{- else -}}'{{ $word | replace "'" "'\\''" }}'{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{/* (root, wait): the pod that hands a job to Ray and follows it. wait: once gateways serve. */}}
@@ -35,14 +43,14 @@ spec:
   {{- end }}
   containers:
     - name: submitter
-      image: {{ include "moonpool.image" . }}
+      image: {{ include "moonpool.image" . | quote }}
       imagePullPolicy: {{ .Values.image.pullPolicy }}
       env:
         - {name: HOME, value: /tmp}
         - {name: RAY_AUTH_MODE, value: token}
         - name: RAY_AUTH_TOKEN
           valueFrom:
-            secretKeyRef: {name: {{ default (printf "%s-ray" (include "moonpool.fullname" .)) .Values.engine.kuberay.tokenSecret }}, key: auth_token}
+            secretKeyRef: {name: {{ default (printf "%s-ray" (include "moonpool.fullname" .)) .Values.engine.kuberay.tokenSecret | quote }}, key: auth_token}
       resources:
         requests: {cpu: 100m, memory: 256Mi}
         limits: {memory: 1Gi}

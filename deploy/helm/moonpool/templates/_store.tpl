@@ -6,7 +6,7 @@
 {{- $s := .root.Values.store }}
 {{- $ports := .root.Values.ports }}
 name: store
-image: {{ include "moonpool.image" $root }}
+image: {{ include "moonpool.image" $root | quote }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
 command: [moonpool]
 {{- if .sidecar }}
