@@ -10,7 +10,7 @@ from moonpool.cluster.identity.authority import utc_now
 from moonpool.core.errors import ConfigError
 from moonpool.wire.identity import Certificate, Identity, current_folder, names_in, read_certificate
 
-WORD, NUMBER = "certificate", "certificate_left_s"
+WORD, LEFT, LIFE = "certificate", "certificate_left_s", "certificate_life_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Shown:
 
 
 def own_certificate() -> tuple[dict[str, float], dict[str, str]]:
-    """Gauge and word of this process's certificate; nothing where it has none."""
+    """Gauges and word of this process's certificate; nothing where it has none."""
     folder = current_folder()
     if folder is None:
         return {}, {}
@@ -31,7 +31,8 @@ def own_certificate() -> tuple[dict[str, float], dict[str, str]]:
         says = read_certificate(folder / names_in(folder)[1])
     except ConfigError as e:
         return {}, {WORD: e.message}
-    return {NUMBER: round(says.left_s(utc_now()), 1)}, {WORD: f"until {says.ends:%Y-%m-%d %H:%M} UTC"}
+    numbers = {LEFT: round(says.left_s(utc_now()), 1), LIFE: says.left_s(says.begins)}
+    return numbers, {WORD: f"until {says.ends:%Y-%m-%d %H:%M} UTC"}
 
 
 def shown(folder: Path) -> Shown:

@@ -19,6 +19,7 @@ PROCESS = (
     gauge("open_fds", "open file descriptors", "process_handles"),
     gauge("sockets", "open sockets", "process_sockets"),
     gauge("certificate_left_seconds", "until its certificate ends; only where it has one", "certificate_left_s"),
+    gauge("certificate_life_seconds", "from its certificate's begin to its end; only where it has one", "certificate_life_s"),
     gauge("registry_connected", "1 while etcd answers; only where etcd is the registry"),
     counter("registry_connections", "connections to etcd that were tried", "registry_attempts"),
     gauge("registry_presumed_silent", "1 while it was cut off from etcd alone, and is silent for the others"),
