@@ -24,8 +24,11 @@ class Growing:
         self._last: dict[str, float] = {}
         self._base: dict[str, float] = {}
 
-    def total(self, name: str, value: float) -> float:
+    def total(self, name: str, value: float | None) -> float:
+        """``value`` None: it is not told at the moment, which is no new beginning."""
         last = self._last.get(name, 0.0)
+        if value is None:
+            value = last
         if value < last:
             self._base[name] = self._base.get(name, 0.0) + last
         self._last[name] = value
@@ -65,7 +68,7 @@ class Exposition:
         if metric.kind is Kind.COUNTER:
             family: CounterMetricFamily | GaugeMetricFamily = CounterMetricFamily(whole, metric.text, labels=labels)
             for value, number in told.items():
-                total = self._growing.total(f"{whole} {value}", float(number or 0.0))
+                total = self._growing.total(f"{whole} {value}", number)
                 family.add_metric([value] if labels else [], total)
             return family
         family = GaugeMetricFamily(whole, metric.text, labels=labels)

@@ -245,6 +245,8 @@ def test_another_role_tells_other_names_and_old_ones_go_on_where_they_were() -> 
     prefill = Member(MemberId("decode-0"), Role.PREFILL, NodeId("a"), Incarnation(2), "", 1)
     told = [page.render(member, {"tokens_count": 5.0}, [], "")[0].decode() for member in (decode, prefill)]
     assert "moonpool_decode_tokens_total 5.0" in told[0] and "moonpool_decode_tokens" not in told[1]
+    missing = page.render(decode, {}, [], "")[0].decode()
+    assert "moonpool_decode_tokens_total 5.0" in missing, "it is not told for a moment, and does not begin anew"
     assert "moonpool_decode_tokens_total 7.0" in page.render(decode, {"tokens_count": 2.0}, [], "")[0].decode()
 
 
