@@ -19,7 +19,7 @@ NAN_BYTE = 0xFF  # a number of any float format made of it is NaN
 
 
 class _Values(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Values):
@@ -208,7 +208,9 @@ class NodeConfig(_Values):
     conductor: int = Field(0, ge=0)
     gateway: int = Field(0, ge=0)
     labels: dict[str, str] = Field(default_factory=dict, description="labels of the Ray node it may be put on")
-    resources: dict[str, float] = Field(default_factory=dict, description="custom resources of Ray that it takes")
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, description="custom resources of Ray that it takes"
+    )
 
 
 class ClusterConfig(_Values):

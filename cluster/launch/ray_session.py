@@ -109,14 +109,14 @@ def join(config: Config, *, namespace: str | None = None) -> Session:
 def _require_listener(address: str) -> None:
     """ConfigError, soon, where nobody answers: Ray itself would try for minutes."""
     where = os.environ.get("RAY_ADDRESS", "") if address == AUTO else address
-    if not where or where == AUTO:
+    if address == AUTO and where in ("", AUTO):
         return  # Ray looks for one on this machine
     host, _, port = where.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, OverflowError) as e:  # the last two: no port
         raise ConfigError(
-            f"cluster.ray_address: cannot reach Ray at {where}: {e}; {START_FIX}", param="cluster.ray_address"
+            f"cluster.ray_address: cannot reach Ray at {where or 'no address'}: {e}; {START_FIX}", param="cluster.ray_address"
         ) from e
 
 

@@ -75,6 +75,8 @@ def test_variables_of_tests_and_scripts_are_no_configuration() -> None:
         ("engine.growth_reserve", "nan"),
         ("engine.poison", "perhaps"),
         ("transfer.carrier", "pigeon"),
+        ("cluster.ray_gpus_per_worker", "inf"),
+        ("store.demote_below", "nan"),
         ("cluster.nodes", "a,b"),
         ("cluster.nodes", '[{"name": "a"}]'),
         ("cluster.nodes", '[{"name": "a", "both": 1, "conductor": 1, "gateway": 1}, {"name": "a"}]'),
@@ -200,3 +202,10 @@ def test_over_etcd_gateways_and_conductors_may_be_elsewhere_but_not_otherwise() 
     assert load_config(None, {}, {**nodes, "cluster.registry": "etcd://etcd:2379"})[0].cluster.nodes[0].gateway == 0
     with pytest.raises(ConfigError, match="no `both` worker"):
         load_config(None, {}, {"cluster.nodes": '[{"name": "a", "prefill": 1}]', "cluster.registry": "etcd://etcd:2379"})
+
+
+@pytest.mark.parametrize("amount", ["-1", "Infinity", "NaN"])
+def test_nodes_claim_no_amounts_that_ray_could_not_count(amount: str) -> None:
+    nodes = f'[{{"name": "a", "both": 1, "conductor": 1, "gateway": 1, "resources": {{"rack": {amount}}}}}]'
+    with pytest.raises(ConfigError, match=r"cluster\.nodes.*rack"):
+        load_config(None, {}, {"cluster.nodes": nodes})

@@ -53,3 +53,9 @@ def test_where_nobody_listens_it_is_said_soon(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=f"cannot reach Ray at {address}"):
         join(at("auto"))
     assert time.monotonic() - began < 60, "Ray itself would try for minutes"
+
+
+@pytest.mark.parametrize("address", ["", "head", "head:", "127.0.0.1:99999999", "127.0.0.1:-1"])
+def test_an_address_that_is_none_is_named(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot reach Ray at {address or 'no address'}: .*give the head's host:port"):
+        join(at(address))

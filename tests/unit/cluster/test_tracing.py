@@ -86,6 +86,19 @@ def test_an_endpoint_that_is_no_url_is_named() -> None:
         traces_of(ObserveConfig(otlp_endpoint="collector:4318"), "c", MemberId("gateway-0"))
 
 
+@pytest.mark.parametrize("endpoint", ["http://", "https://:4318", "http://h:port", "http://h:99999", "ftp://h:21"])
+def test_an_endpoint_without_a_host_or_with_no_port_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="is no URL; write http://HOST:4318"):
+        traces_of(ObserveConfig(otlp_endpoint=endpoint), "c", MemberId("gateway-0"))
+
+
+@pytest.mark.parametrize("endpoint", ["http://user:hush@h:4318", "user:hush@h:4318"])
+def test_an_endpoint_with_a_password_is_refused_and_not_repeated(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        traces_of(ObserveConfig(otlp_endpoint=endpoint), "c", MemberId("gateway-0"))
+    assert "hush" not in str(refused.value)
+
+
 def test_a_collector_that_is_away_costs_spans_and_nothing_else() -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     with socket.socket() as taken:
