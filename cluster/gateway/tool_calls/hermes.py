@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from moonpool.cluster.gateway.tool_calls.reading import MAX_TRIES, CallReader, Outbox, Said, Verdict, overlap
+from moonpool.cluster.gateway.tool_calls.marked import MarkedParser
+from moonpool.cluster.gateway.tool_calls.reading import CallReader, Verdict
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -16,55 +17,32 @@ class _Stage(Enum):
     AFTER = auto()  # the closing mark is due; a model that forgets it is understood all the same
 
 
-class HermesParser:
-    """``parallel`` is false where one call is wanted: the answer is over with it."""
+class HermesParser(MarkedParser):
+    """As ``MarkedParser``."""
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        self._names = names
-        self._parallel = parallel
-        self._out = Outbox()
-        self._reader = CallReader(names, self._out)
+        super().__init__(OPEN, names, parallel=parallel)
         self._stage = _Stage.TEXT
-        self._held = ""
-        self._tries = 0
-        self.over = False
 
-    def push(self, text: str) -> Said:
-        self._feed(text)
-        return self._out.take()
+    @property
+    def _in_call(self) -> bool:
+        return self._stage is _Stage.CALL
 
-    def finish(self) -> Said:
-        while not self.over and self._stage is _Stage.CALL:
-            verdict, rest = self._reader.finish()
-            self._feed(self._judge(verdict, rest))
-        if not self.over:
-            self._out.say(self._held)
-        self._out.finish()
-        return self._out.take()
-
-    def _feed(self, text: str) -> None:
-        while text and not self.over:
-            if self._stage is _Stage.TEXT:
-                text = self._text(text)
-            elif self._stage is _Stage.CALL:
-                text = self._judge(*self._reader.push(text))
-            else:
-                text = self._after(text)
+    def _step(self, text: str) -> str:
+        if self._stage is _Stage.TEXT:
+            return self._text(text)
+        if self._stage is _Stage.CALL:
+            return self._judge(*self._reader.push(text))
+        return self._after(text)
 
     def _text(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        at = text.find(OPEN) if self._tries < MAX_TRIES else -1
-        if at < 0:
-            cut = len(text) - overlap(text, OPEN)
-            self._held = text[cut:]
-            self._out.say(text[:cut])
+        behind = self._marked(text)
+        if behind is None:
             return ""
-        self._out.say(text[:at])
         self._stage, self._reader = _Stage.CALL, CallReader(self._names, self._out)
-        return text[at + len(OPEN) :]
+        return behind
 
     def _judge(self, verdict: Verdict, rest: str) -> str:
-        """What to read next."""
         if verdict is Verdict.DONE:
             self._out.end()
             self._stage, self.over = _Stage.AFTER, not self._parallel

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from moonpool.cluster.gateway.tool_calls.reading import BLANK_CHARS, MAX_TRIES, CallReader, Outbox, Said, Verdict, overlap
+from moonpool.cluster.gateway.tool_calls.marked import MarkedParser
+from moonpool.cluster.gateway.tool_calls.reading import BLANK_CHARS, CallReader, Verdict
 
 OPEN, BETWEEN = "<|python_tag|>", ";"
 
@@ -19,41 +20,24 @@ class _Stage(Enum):
     CALL = auto()
 
 
-class Llama3Parser:
-    """``parallel`` is false where one call is wanted: the answer is over with it."""
+class Llama3Parser(MarkedParser):
+    """As ``MarkedParser``."""
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        self._names = names
-        self._parallel = parallel
-        self._out = Outbox()
-        self._reader = CallReader(names, self._out)
+        super().__init__(OPEN, names, parallel=parallel)
         self._stage = _Stage.DUE
-        self._held = ""
         self._lead = ""  # what stands before the brace that may begin a call
-        self._tries = 0
-        self.over = False
 
-    def push(self, text: str) -> Said:
-        self._feed(text)
-        return self._out.take()
+    @property
+    def _in_call(self) -> bool:
+        return self._stage is _Stage.CALL
 
-    def finish(self) -> Said:
-        while not self.over and self._stage is _Stage.CALL:
-            verdict, rest = self._reader.finish()
-            self._feed(self._judge(verdict, rest))
-        if not self.over:
-            self._out.say(self._held)
-        self._out.finish()
-        return self._out.take()
-
-    def _feed(self, text: str) -> None:
-        while text and not self.over:
-            if self._stage is _Stage.DUE:
-                text = self._due(text)
-            elif self._stage is _Stage.TEXT:
-                text = self._text(text)
-            else:
-                text = self._judge(*self._reader.push(text))
+    def _step(self, text: str) -> str:
+        if self._stage is _Stage.DUE:
+            return self._due(text)
+        if self._stage is _Stage.TEXT:
+            return self._text(text)
+        return self._judge(*self._reader.push(text))
 
     def _due(self, text: str) -> str:
         text, self._held = self._held + text, ""
@@ -73,18 +57,10 @@ class Llama3Parser:
         return rest
 
     def _text(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        at = text.find(OPEN) if self._tries < MAX_TRIES else -1
-        if at < 0:
-            cut = len(text) - overlap(text, OPEN)
-            self._held = text[cut:]
-            self._out.say(text[:cut])
-            return ""
-        self._out.say(text[:at])
-        return self._begin(OPEN, text[at + len(OPEN) :])
+        behind = self._marked(text)
+        return "" if behind is None else self._begin(OPEN, behind)
 
     def _judge(self, verdict: Verdict, rest: str) -> str:
-        """What to read next."""
         if verdict is Verdict.DONE:
             self._out.end()
             self._stage, self.over = _Stage.DUE, not self._parallel

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from moonpool.cluster.gateway.tool_calls.reading import MAX_TRIES, Brackets, CallReader, Outbox, Said, Verdict, overlap
+from moonpool.cluster.gateway.tool_calls.marked import MarkedParser
+from moonpool.cluster.gateway.tool_calls.reading import Brackets, CallReader, Verdict
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _NAMED = re.compile(r"\s{0,64}([\w.-]{1,128})(?:\[ARGS\])?\s{0,64}(?=\{)", re.ASCII)
@@ -24,59 +25,41 @@ class _Stage(Enum):
     ARGUMENTS = auto()  # of a call whose name stood before them
 
 
-class MistralParser:
-    """``parallel`` is false where one call is wanted: the answer is over with it."""
+class MistralParser(MarkedParser):
+    """As ``MarkedParser``."""
 
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        self._names = names
-        self._parallel = parallel
-        self._out = Outbox()
-        self._reader = CallReader(names, self._out)
+        super().__init__(OPEN, names, parallel=parallel)
         self._inside = Brackets()
         self._stage = _Stage.TEXT
-        self._held = ""
         self._lead = ""  # what stands before the brace that may begin a call
-        self._tries = 0
-        self.over = False
 
-    def push(self, text: str) -> Said:
-        self._feed(text)
-        return self._out.take()
+    @property
+    def _in_call(self) -> bool:
+        return self._stage is _Stage.CALL
 
-    def finish(self) -> Said:
-        while not self.over and self._stage is _Stage.CALL:
-            verdict, rest = self._reader.finish()
-            self._feed(self._judge(verdict, rest))
-        if not self.over:
-            self._out.say(OPEN + self._held if self._stage is _Stage.OPENED else self._held)
-        self._out.finish()
-        return self._out.take()
+    def _unsaid(self) -> str:
+        return OPEN + self._held if self._stage is _Stage.OPENED else self._held
 
-    def _feed(self, text: str) -> None:
-        while text and not self.over:
-            match self._stage:
-                case _Stage.TEXT:
-                    text = self._text(text)
-                case _Stage.OPENED:
-                    text = self._opened(text)
-                case _Stage.CALL:
-                    text = self._judge(*self._reader.push(text))
-                case _Stage.BETWEEN:
-                    text = self._between(text)
-                case _Stage.ARGUMENTS:
-                    text = self._arguments(text)
+    def _step(self, text: str) -> str:
+        match self._stage:
+            case _Stage.TEXT:
+                return self._text(text)
+            case _Stage.OPENED:
+                return self._opened(text)
+            case _Stage.CALL:
+                return self._judge(*self._reader.push(text))
+            case _Stage.BETWEEN:
+                return self._between(text)
+            case _Stage.ARGUMENTS:
+                return self._arguments(text)
 
     def _text(self, text: str) -> str:
-        text, self._held = self._held + text, ""
-        at = text.find(OPEN) if self._tries < MAX_TRIES else -1
-        if at < 0:
-            cut = len(text) - overlap(text, OPEN)
-            self._held = text[cut:]
-            self._out.say(text[:cut])
+        behind = self._marked(text)
+        if behind is None:
             return ""
-        self._out.say(text[:at])
         self._stage = _Stage.OPENED
-        return text[at + len(OPEN) :]
+        return behind
 
     def _opened(self, text: str) -> str:
         text, self._held = self._held + text, ""
@@ -104,7 +87,6 @@ class MistralParser:
         return rest
 
     def _judge(self, verdict: Verdict, rest: str) -> str:
-        """What to read next."""
         if verdict is Verdict.NONE:
             return self._none(self._lead, rest)
         if verdict is Verdict.DONE:
