@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from moonpool.cluster.gateway.bodies import ChatBody, SamplingBody
 from moonpool.cluster.gateway.structured import MAX_GUIDE_BYTES, schema_text
@@ -37,19 +36,29 @@ def guide_of(body: SamplingBody, family: Family | None, special_ids: Mapping[str
     if not body.must_call and not body.strict and guided is None:
         return None
     answer = None if body.must_call or guided is None else _answer_schema(*guided)
-    functions = [Function(one.name, written_as(_checked(i, one.schema))) for i, one in enumerate(body.functions)]
+    functions = _checked(body.functions)
     if body.must_call or answer is not None:
         text = calling_grammar(family, functions, special_ids, parallel=body.several_calls, or_else=answer)
     else:
         text = free_grammar(family, functions, special_ids, parallel=body.several_calls)
     if len(text) > MAX_TOOLS_BYTES:
-        raise InvalidRequest(f"tools: {len(text)} bytes of schemas; use at most {MAX_TOOLS_BYTES}", param="tools")
+        raise _too_large(len(text))
     return ("tools" if guided is None else guided[0]), Guide(GuideKind.GRAMMAR, text)
 
 
-def _checked(index: int, schema: Mapping[str, Any]) -> dict[str, Any]:
-    schema_text(f"tools[{index}].function.parameters", dict(schema))
-    return dict(schema)
+def _checked(functions: Sequence[Function]) -> list[Function]:
+    """As they are written into a grammar. InvalidRequest where one is too large, or all of them together are."""
+    out, size = [], 0
+    for i, one in enumerate(functions):
+        size += len(schema_text(f"tools[{i}].function.parameters", dict(one.schema)))
+        if size > MAX_TOOLS_BYTES:
+            raise _too_large(size)
+        out.append(Function(one.name, written_as(one.schema)))
+    return out
+
+
+def _too_large(size: int) -> InvalidRequest:
+    return InvalidRequest(f"tools: {size} bytes of schemas or more; use at most {MAX_TOOLS_BYTES}", param="tools")
 
 
 def _answer_schema(field: str, guide: Guide) -> dict[str, object]:

@@ -12,6 +12,7 @@ from moonpool.cluster.gateway.fields import Body, refusal
 from moonpool.core.request import Guide, GuideKind
 
 MAX_GUIDE_BYTES = 65_536  # of a schema, an expression or a grammar
+MAX_SCHEMA_TEXT = 4 * MAX_GUIDE_BYTES  # characters of a schema sent as text, white space included
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES = 1_024
 MAX_MULTIPLES = 20_000  # significant digits of all multipleOf of a schema, as one number each: compiling grows faster than it
@@ -70,11 +71,11 @@ class Structured(Body):
         found = [
             ("guided_json", _of_schema("guided_json", self.guided_json)),
             ("guided_regex", _of_text(GuideKind.REGEX, self.guided_regex)),
-            ("guided_choice", _of_choices(self.guided_choice)),
+            ("guided_choice", _of_choices("guided_choice", self.guided_choice)),
             ("guided_grammar", _of_grammar("guided_grammar", self.guided_grammar)),
             ("structured_outputs.json", _of_schema("structured_outputs.json", outputs.json_)),
             ("structured_outputs.regex", _of_text(GuideKind.REGEX, outputs.regex)),
-            ("structured_outputs.choice", _of_choices(outputs.choice)),
+            ("structured_outputs.choice", _of_choices("structured_outputs.choice", outputs.choice)),
             ("structured_outputs.grammar", _of_grammar("structured_outputs.grammar", outputs.grammar)),
             ("structured_outputs.json_object", Guide(GuideKind.JSON_OBJECT) if outputs.json_object else None),
         ]
@@ -113,9 +114,11 @@ def _of_grammar(field: str, text: str | None) -> Guide | None:
     return Guide(GuideKind.GRAMMAR, text)
 
 
-def _of_choices(choices: list[str] | None) -> Guide | None:
+def _of_choices(field: str, choices: list[str] | None) -> Guide | None:
     if choices is None:
         return None
+    if (size := sum(map(len, choices))) > MAX_GUIDE_BYTES:
+        raise refusal(field, f"{size} characters in all; use at most {MAX_GUIDE_BYTES}")
     return Guide(GuideKind.GRAMMAR, "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
@@ -126,14 +129,21 @@ def _of_schema(field: str, schema: Schema | None) -> Guide | None:
 
 
 def schema_text(field: str, schema: Schema) -> str:
-    """Its JSON text. FieldRefusal where it is no object, too large or too deep."""
+    """Its JSON text. FieldRefusal where it is no object, too large or too deep.
+
+    All on the event loop, so that nothing looks at every part of a schema before it is known to be small.
+    """
     if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_TEXT:
+            raise refusal(field, f"{len(schema)} characters; use at most {MAX_SCHEMA_TEXT}")
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as e:
             raise refusal(field, f"no JSON: {e}; give a schema") from None
     if not isinstance(schema, dict):
         raise refusal(field, "no JSON object; give a schema")
+    if _larger(schema, MAX_GUIDE_BYTES):
+        raise refusal(field, f"more than {MAX_GUIDE_BYTES} bytes; make it smaller")
     if _deeper(schema, MAX_SCHEMA_DEPTH):
         raise refusal(field, f"nested more than {MAX_SCHEMA_DEPTH} deep; make it flatter, by $ref where need be")
     if (multiples := _multiples(schema)) > MAX_MULTIPLES:
@@ -142,6 +152,19 @@ def schema_text(field: str, schema: Schema) -> str:
     if len(text) > MAX_GUIDE_BYTES:
         raise refusal(field, f"{len(text)} bytes; use at most {MAX_GUIDE_BYTES}")
     return text
+
+
+def _larger(value: Any, limit: int) -> bool:
+    """Whether ``value`` has more than ``limit`` parts, each of which takes a byte at least; looks at no more than that."""
+    left, found = [value], 1
+    while left:
+        one = left.pop()
+        if isinstance(one, dict | list):
+            found += len(one)
+            if found > limit:
+                return True
+            left += _within(one)
+    return False
 
 
 def _deeper(value: Any, limit: int) -> bool:

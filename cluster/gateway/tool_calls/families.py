@@ -154,6 +154,7 @@ def _calls(
 
 def _literal(text: str, special_ids: Mapping[str, int]) -> str:
     """Lark for ``text``: special tokens by their id, the rest quoted; nothing for no text."""
-    marks = "|".join(re.escape(mark) for mark in sorted(special_ids, key=len, reverse=True))
+    found = sorted((mark for mark in special_ids if mark in text), key=len, reverse=True)  # of hundreds, at most one or two
+    marks = "|".join(map(re.escape, found))
     parts = re.split(f"({marks})", text) if marks else [text]
     return " ".join(f"<[{special_ids[p]}]>" if p in special_ids else json.dumps(p) for p in parts if p)

@@ -14,7 +14,7 @@ from support.scripted_cluster import Job
 from support.tiny_tokenizer import TURN_END, ids_of, write_tiny_model
 from tokenizers import Tokenizer
 
-from moonpool.cluster.gateway.structured import MAX_GUIDE_BYTES
+from moonpool.cluster.gateway.structured import MAX_GUIDE_BYTES, MAX_SCHEMA_TEXT
 from moonpool.core.errors import Reason
 from moonpool.core.request import FinishReason, GuideKind
 
@@ -182,6 +182,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "response_format.json_schema.schema", "type"),
     ({"guided_json": DEEP}, "guided_json", "deep"),
     ({"guided_json": {"const": "x" * MAX_GUIDE_BYTES}}, "guided_json", "bytes"),
+    ({"guided_json": {"enum": [0] * MAX_GUIDE_BYTES}}, "guided_json", "more than"),
+    ({"guided_json": "{}" + " " * MAX_SCHEMA_TEXT}, "guided_json", "characters"),
+    ({"guided_choice": ["x" * 1_024] * 65}, "guided_choice", "characters in all"),
+    ({"structured_outputs": {"choice": ["x" * 1_024] * 65}}, "structured_outputs.choice", "characters in all"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{i}", "parameters": {"enum": [0] * 20_000}}} for i in range(8)],
+      "tool_choice": "required"}, "tools", "of schemas"),
     ({"guided_json": "{"}, "guided_json", "JSON"),
     ({"guided_regex": "("}, "guided_regex", "regex"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),
