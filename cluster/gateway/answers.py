@@ -15,15 +15,16 @@ from moonpool.cluster.gateway.shapes import JSON, Shape
 from moonpool.core.errors import Bug, MoonpoolError
 
 
-async def whole(generation: Generation, shape: Shape) -> JSON:
+async def whole(generation: Generation, shape: Shape) -> bytes:
+    """Its JSON, in ASCII."""
     choices: list[list[Piece]] = [[] for _ in generation.runs]
     async with aclosing(generation.pieces()) as pieces:
         async for index, piece in pieces:
             choices[index].append(piece)
     shown, usage = [choices[index] for index in generation.best()], generation.usage
-    if any(run.scored is not None for run in generation.runs):  # up to hundreds of thousands of entries
-        return await asyncio.to_thread(shape.whole, shown, usage)
-    return shape.whole(shown, usage)
+    if generation.scored:
+        return await asyncio.to_thread(lambda: sse.to_json(shape.whole(shown, usage)))
+    return sse.to_json(shape.whole(shown, usage))
 
 
 class Stream:
@@ -48,8 +49,8 @@ class Stream:
     async def events(self) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._pieces):
             try:
-                async for chunk in self._chunks():
-                    yield sse.event(self._with_usage(chunk))
+                async for event in self._told():
+                    yield event
             except MoonpoolError as e:
                 self._on_end(e.reason.value)
                 yield sse.event(error_value(e))
@@ -64,15 +65,22 @@ class Stream:
         self._on_end("ok")
         yield sse.DONE
 
-    async def _chunks(self) -> AsyncGenerator[JSON, None]:
+    async def _told(self) -> AsyncGenerator[bytes, None]:
         opened: set[int] = set()
         async for index, piece in self._all():
             if index not in opened:
                 opened.add(index)
-                for chunk in self._shape.opening(index):
-                    yield chunk
+                scored = self._generation.scored
+                for event in await asyncio.to_thread(self._opening, index) if scored else self._opening(index):
+                    yield event
             for chunk in self._shape.chunks(index, piece):
-                yield chunk
+                yield self._event(chunk)
+
+    def _opening(self, index: int) -> list[bytes]:
+        return [self._event(chunk) for chunk in self._shape.opening(index)]
+
+    def _event(self, chunk: JSON) -> bytes:
+        return sse.event(self._with_usage(chunk))
 
     async def _all(self) -> AsyncGenerator[tuple[int, Piece], None]:
         if self._first is not None:

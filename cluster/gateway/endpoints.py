@@ -18,7 +18,7 @@ from moonpool.cluster.gateway.bodies import CompletionBody, SamplingBody, Stream
 from moonpool.cluster.gateway.conductors import RETRY_AFTER_S
 from moonpool.cluster.gateway.flights import Flight, RecentFlights, as_flight
 from moonpool.cluster.gateway.generation import Generation, Run
-from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, json_response, read_body, unless_left
+from moonpool.cluster.gateway.http import BodyRoom, EventStream, error_response, read_body, unless_left, written_response
 from moonpool.cluster.gateway.metrics import Metrics
 from moonpool.cluster.gateway.served import Models, Served
 from moonpool.cluster.gateway.shapes import Shape, Usage
@@ -111,7 +111,7 @@ class Endpoints:
         caller = visit.ticket.caller
         model = visit.model = self._models.find(body.model, caller)
         visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))
-        self._admit(visit, len(body.prompts) if isinstance(body, CompletionBody) else 1, body.drawn)
+        self._admit(visit, body)
         making = model.intake.generation(visit.id, body, len(raw), request.headers, visit.lifetime, caller)
         generation = await unless_left(request, making)
         visit.ticket.reserve(wanted_tokens(generation, body))
@@ -122,10 +122,10 @@ class Endpoints:
         shape = shape_of(visit.id, visit.generation, model, body)
         if body.stream:
             return await self._stream(request, visit, visit.generation, shape, body.stream_options or StreamOptions())
-        value = await unless_left(request, whole(visit.generation, shape))
+        text = await unless_left(request, whole(visit.generation, shape))
         visit.outcome = "ok"
         self._leave(visit)
-        return json_response(value, headers=visit.headers)
+        return written_response(text, headers=visit.headers)
 
     async def _stream(
         self, request: Request, visit: Visit, generation: Generation, shape: Shape, options: StreamOptions
@@ -156,14 +156,16 @@ class Endpoints:
         """Of the bodies of requests in flight."""
         return self._room.held
 
-    def _admit(self, visit: Visit, prompts: int, drawn: int) -> None:
-        """Count ``drawn`` choices of each prompt as in flight until the visit leaves."""
-        limit, choices = self._config.timing.queue_limit, prompts * drawn
+    def _admit(self, visit: Visit, body: SamplingBody) -> None:
+        """Count the choices of every prompt as in flight until the visit leaves."""
+        prompts = len(body.prompts) if isinstance(body, CompletionBody) else 1
+        limit, choices = self._config.timing.queue_limit, prompts * body.drawn
         if prompts > limit:
             raise InvalidRequest(f"prompt: {prompts} prompts in one request; give at most {limit}", param="prompt")
         if choices > limit:
-            told = f"{drawn} choices of {prompts} prompt{'s' if prompts > 1 else ''} are {choices}"
-            raise InvalidRequest(f"n: {told}; ask for at most {limit} in one request", param="n")
+            told = f"{body.drawn} choices of {prompts} prompt{'s' if prompts > 1 else ''} are {choices}"
+            field = "n" if body.drawn == body.n else "best_of"
+            raise InvalidRequest(f"{field}: {told}; ask for at most {limit} in one request", param=field)
         if self.leaving:
             raise NoPath("gateway: leaving; ask another one, or try again", retry_after_s=RETRY_AFTER_S)
         self._gate.take_places(visit.ticket.caller, choices, limit, visit.model_name)

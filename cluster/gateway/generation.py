@@ -65,7 +65,7 @@ class Run:
                     if emission.prompt_logprobs is not None:
                         self.scored.take(emission.prompt_logprobs)
                         continue
-                    await self.scored.ready.wait()
+                    await self._prompt_scored(self.scored)
                 if emission.sampled is not None:
                     self._logprobs += emission.sampled.logprob or 0.0
                 piece = self.choice.push(emission.sampled, emission.finish)
@@ -74,6 +74,14 @@ class Run:
                 yield piece
                 if piece.finish is not None:
                     return
+
+    async def _prompt_scored(self, scored: ScoredPrompt) -> None:
+        """Another choice may bring them. DeadlinePassed where nobody does."""
+        try:
+            async with asyncio.timeout_at(self.ledger.deadline):
+                await scored.ready.wait()
+        except TimeoutError:
+            raise self.ledger.out_of_time() from None
 
 
 class Generation:
@@ -93,6 +101,11 @@ class Generation:
     def usage(self) -> Usage:
         """Of all choices together: every prompt counted once."""
         return Usage.total([run.usage for run in self.runs])
+
+    @property
+    def scored(self) -> bool:
+        """Whether prompts are shown with log-probabilities: hundreds of thousands of them may take long to write."""
+        return any(run.scored is not None for run in self.runs)
 
     @property
     def prompts(self) -> list[Run]:

@@ -96,7 +96,12 @@ def error_response(error: MoonpoolError) -> Response:
 
 
 def json_response(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(sse.to_json(value), status, dict(headers or {}), "application/json")
+    return written_response(sse.to_json(value), status=status, headers=headers)
+
+
+def written_response(text: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Of JSON ``text``."""
+    return Response(text, status, dict(headers or {}), "application/json")
 
 
 async def unless_left(request: Request, work: Awaitable[T]) -> T:

@@ -17,7 +17,7 @@ from moonpool.cluster.gateway.detokenise import Detokeniser
 from moonpool.cluster.gateway.generation import Generation, Run
 from moonpool.cluster.gateway.guiding import Guiding
 from moonpool.cluster.gateway.ledger import Ledger
-from moonpool.cluster.gateway.limits import output_tokens
+from moonpool.cluster.gateway.limits import output_tokens, require_few_scores
 from moonpool.cluster.gateway.opening import Family, Opener
 from moonpool.cluster.gateway.prompts import Prompt, Prompts
 from moonpool.cluster.gateway.roster import Roster
@@ -71,6 +71,9 @@ class Intake:
         guide = await self._guiding.of(body, caller.tenant)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
+        if (alternatives := body.prompt_alternatives) is not None:
+            field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            require_few_scores((len(prompt.ids) for prompt in prompts), alternatives, body.n, field)
         size_of, length = self._prompts.vocab_size, self._output_tokens
         params = [sampling_of(body, length(body, prompt), guide, size_of) for prompt in prompts]
         if named is None:

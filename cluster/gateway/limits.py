@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moonpool.core.errors import ContextLength, PromptTooLarge
+from moonpool.core.errors import ContextLength, InvalidRequest, PromptTooLarge
+
+MOST_SCORES = 1 << 19  # log-probabilities of prompts in one answer: some 200 MB while it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +43,17 @@ def output_tokens(
     if wanted is not None:
         return wanted
     return room if default is None else min(default, room)
+
+
+def require_few_scores(prompts: Iterable[int], alternatives: int, choices: int, field: str) -> None:
+    """InvalidRequest naming ``field`` where an answer would have too many of them.
+
+    ``prompts``: their tokens. Each prompt is shown with all its ``choices``.
+    """
+    scores = sum(prompts) * (alternatives + 1) * choices
+    if scores > MOST_SCORES:
+        raise InvalidRequest(
+            f"{field}: {scores} log-probabilities of prompts in one answer; ask for at most {MOST_SCORES}: fewer alternatives, "
+            "choices or prompts, or shorter ones",
+            param=field,
+        )

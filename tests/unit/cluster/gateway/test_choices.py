@@ -46,10 +46,10 @@ async def test_every_prompt_has_its_choices_in_order(tiny: Front) -> None:
 
 
 async def test_more_choices_than_a_request_may_have_are_refused_by_name(tiny: Front) -> None:
-    for fields in ({"n": 100_000}, {"n": 2, "best_of": 100_000}):
+    for field, fields in (("n", {"n": 100_000}), ("best_of", {"n": 2, "best_of": 100_000})):
         answer = await tiny.client.post("/v1/completions", json=body(**fields))
         assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "n"
+        assert answer.json()["error"]["param"] == field
     assert not tiny.decode.jobs
 
 
@@ -155,6 +155,27 @@ async def test_an_echoed_prompt_comes_with_its_log_probabilities(tiny: Front, to
         assert choice["text"].startswith(token, start)
     assert answer["usage"]["completion_tokens"] == tokens
     assert tiny.conductor.placed[0].keys == (), "what is cached of it is of no use"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_whose_log_probabilities_never_come_is_given_up_at_its_deadline(tiny: Front, stream: bool) -> None:
+    tiny.decode.script = by_seed
+    fields = body(echo=True, logprobs=0, n=2, seed=70, stream=stream)
+    async with asyncio.timeout(5):
+        answer = await tiny.client.post("/v1/completions", json=fields, headers={"x-deadline-ms": "100"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_passed")
+    await eventually(lambda: tiny.gateway.numbers()["requests_in_flight"] == 0)
+
+
+async def test_more_log_probabilities_than_an_answer_holds_are_refused_by_name(tiny: Front) -> None:
+    prompts = [[65] * 200] * 60
+    for field, fields in (
+        ("prompt_logprobs", {"prompt_logprobs": 20, "n": 3}),
+        ("logprobs", {"echo": True, "logprobs": 20, "n": 3}),
+    ):
+        answer = await tiny.client.post("/v1/completions", json=body(prompt=prompts, **fields))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
+    assert not tiny.decode.jobs
 
 
 async def test_one_id_is_a_prompt_without_log_probabilities(tiny: Front) -> None:
