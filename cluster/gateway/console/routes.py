@@ -74,7 +74,7 @@ def require_own_name(headers: Mapping[str, str], config: Config) -> None:
     """
     origin = headers.get("origin", "")
     if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") or (
-        origin and urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+        origin and _host_of(origin) != headers.get("host", "").lower()
     ):
         raise Forbidden("console: it is for its own page only, not for those of other sites")
     if config.security.api_keys_file:
@@ -89,3 +89,11 @@ def require_own_name(headers: Mapping[str, str], config: Config) -> None:
         raise Forbidden(
             f"console: asked for as {name[:80]!r} without API keys; ask by address, as localhost, or set security.api_keys_file"
         ) from None
+
+
+def _host_of(origin: str) -> str | None:
+    """With its port; None where it is no URL."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None

@@ -55,6 +55,7 @@ async def test_without_keys_a_page_of_another_site_reads_nothing(model_dir: Path
                 {"host": "localhost.example:80"},
                 {"origin": "https://evil.example"},
                 {"origin": "null"},
+                {"origin": "http://["},
                 {"sec-fetch-site": "cross-site"},
             ):
                 refused = await here.client.get(f"/console/api/{path}", headers=headers)
