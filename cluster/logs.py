@@ -97,6 +97,7 @@ def open_log(state_dir: Path, member: str, observe: ObserveConfig | None = None)
         structlog.processors.ExceptionRenderer(
             structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         ),  # prompts, keys
+        _time_first,
     ]
     render = _renderer(observe)
     level = logging.getLevelNamesMapping()[observe.log_level.upper()]
@@ -116,6 +117,14 @@ def open_log(state_dir: Path, member: str, observe: ObserveConfig | None = None)
     logging.getLogger("moonpool").setLevel(level)
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(member=member)
     return logger
+
+
+def _time_first(
+    _logger: structlog.typing.WrappedLogger, _method: str, line: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """So that `sort` puts the lines of several processes in order of time."""
+    first = {name: line.pop(name) for name in ("timestamp", "level", "event") if name in line}
+    return {**first, **line}
 
 
 def _renderer(observe: ObserveConfig) -> structlog.typing.Processor:

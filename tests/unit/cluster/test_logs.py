@@ -56,6 +56,16 @@ def test_every_line_of_a_request_names_it_whoever_writes_it(tmp_path: Path) -> N
     assert all(one["timestamp"].endswith("Z") and one["level"] for one in told)
 
 
+def test_lines_that_are_sorted_are_in_order_of_time(tmp_path: Path) -> None:
+    log = open_log(tmp_path, "m")
+    log.info("first", request="req-1")
+    log.info("second", attempt=1)
+    logging.getLogger("moonpool.elsewhere").warning("third")
+    told = lines(tmp_path)
+    assert all(line.startswith('{"timestamp": "') for line in told)
+    assert [json.loads(line)["event"] for line in sorted(told)] == ["first", "second", "third"]
+
+
 @pytest.mark.parametrize(("level", "wanted"), [("info", 2), ("warning", 1), ("error", 0)])
 def test_less_severe_lines_are_left_out(tmp_path: Path, level: str, wanted: int) -> None:
     log = open_log(tmp_path, "m", ObserveConfig.model_validate({"log_level": level}))
