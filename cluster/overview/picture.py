@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from moonpool.cluster.overview.told import landed_from, recent_of
-from moonpool.cluster.survey import Answer, leader_of
+from moonpool.cluster.survey import Answer, leaders_of
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
 
@@ -182,7 +182,7 @@ def picture(before: Look | None, now: Look) -> Picture:
     rates, said = _Rates(before, now), [answer for answer in now.answers if answer.numbers]
     of = {role: [a for a in said if a.change.member.role is role] for role in Role}
     stores, workers = of[Role.STORE], [a for role in WORKERS for a in of[role]]
-    leading = leader_of(list(now.answers))
+    leading = {one.id for one in leaders_of(list(now.answers)).values()}
     answering = [*of[Role.DECODE], *of[Role.BOTH]]
     return Picture(
         rates.seconds,
@@ -194,7 +194,7 @@ def picture(before: Look | None, now: Look) -> Picture:
         tuple(_pool(a) for a in stores),
         tuple(_worker(a, rates) for a in workers),
         tuple(_gateway(a) for a in of[Role.GATEWAY]),
-        tuple(_conductor(a, leading is not None and leading.id == a.change.member.id, rates) for a in of[Role.CONDUCTOR]),
+        tuple(_conductor(a, a.change.member.id in leading, rates) for a in of[Role.CONDUCTOR]),
         tuple(_carriers(stores, rates)),
         tuple(_links(stores, now.answers, rates)),
         _shares(workers, SOURCES, rates),

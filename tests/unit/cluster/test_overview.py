@@ -51,6 +51,15 @@ def test_one_look_gives_states_and_totals_but_no_rates() -> None:
     assert [(one.carrier, one.bytes, one.rate) for one in seen.carriers] == [("tcp", 1007, None), ("ucx", 500, None)]
 
 
+def test_every_model_has_a_leading_conductor_of_its_own() -> None:
+    def conductor(name: str, model: str, term: int) -> Answer:
+        answer = said(name, Role.CONDUCTOR, "a", waiting=0.0)
+        return replace(answer, change=replace(answer.change, member=replace(answer.change.member, model=model, term=term)))
+
+    three = (conductor("c-0", "one", 1), conductor("c-1", "two", 3), conductor("c-2", "two", 0))
+    assert [(one.id, one.leads) for one in picture(None, Look(5.0, three)).conductors] == [("c-0", 1), ("c-1", 3), ("c-2", 0)]
+
+
 def test_rates_are_differences_over_the_time_between() -> None:
     then = Look(10.0, (STORE, PREFILL, DECODE))
     store = again(STORE, bytes_landed_tcp=3007.0)
