@@ -13,6 +13,7 @@ import typer
 
 from moonpool.cli.options import AsJson, ClusterName, ConfigFile, Settings, say
 from moonpool.cli.running import Running, find
+from moonpool.cli.store_view import size
 
 if TYPE_CHECKING:
     from moonpool.cluster.survey import Answer
@@ -103,9 +104,21 @@ def _print(answers: list[Answer]) -> None:
             f" pid {member.pid:<8} {member.address:<22} life {member.incarnation}"
             f"{f'  model {member.model}' if several and member.model else ''}"
         )
-        own = [f"{k}={v:g}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
+        own = [f"{k}={_number(k, v)}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
         told = {**answer.words, **{k: v for k, v in member.details.items() if k == "probe"}}
-        words = [f"{k}={v}" for k, v in sorted(told.items()) if len(v) <= LONGEST_WORD]
+        words = [f"{k}={v}" for k, v in sorted(told.items()) if _is_plain(v)]
         notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
         if notes:
             print(fill(notes, width=get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "))
+
+
+def _number(name: str, value: float) -> str:
+    """Bytes with a unit, counts in full."""
+    if "bytes" in name.split("_"):
+        return size(int(value)).replace(" ", "")
+    return f"{value:.0f}" if value == int(value) else f"{value:g}"
+
+
+def _is_plain(word: str) -> bool:
+    """Neither empty nor a JSON document, which are for --json."""
+    return 0 < len(word) <= LONGEST_WORD and not word.startswith(("{", "[]", "[{", '["'))
