@@ -104,7 +104,8 @@ def of_memory(config: Config, available: int, group: Group) -> Finding:
     nodes = config.cluster.nodes
     workers = sum(n.prefill + n.decode + n.both for n in nodes)
     wanted = config.store.pool_bytes * len(nodes) + (0 if config.engine.pages else config.engine.page_bytes) * workers
-    text = f"{free / GIB:.1f} GiB of memory available{limited}, {wanted / GIB:.1f} GiB configured for pools and pages"
+    what = "pools and pages" if config.store.pool_bytes else "pages; pools take half of what is free (store.pool_bytes = 0)"
+    text = f"{free / GIB:.1f} GiB of memory available{limited}, {wanted / GIB:.1f} GiB configured for {what}"
     if config.store.pool_bytes and wanted > free:
         fix = "set store.pool_bytes and engine.page_bytes lower"
         return fail(text, f"{fix}, or raise the container's limit" if limited else fix)

@@ -160,4 +160,7 @@ def model(config: Config) -> Iterator[Finding]:
             return
         yield ok(f"model {path}: {folder}, context of {context} tokens")
         return
+    if Path(path).expanduser().is_absolute():
+        yield fail(f"model.path: {path} is not here, or has no config.json", "put the model there, or name another folder")
+        return
     yield warn(f"model {path} is not here yet", f"moonpool model fetch {path} (`moonpool up` does it, too)")

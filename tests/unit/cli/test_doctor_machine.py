@@ -133,6 +133,18 @@ def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     assert limits.of_memory(Config(), GIB, limits.Group()).grade is Grade.WARN
 
 
+def test_a_pool_without_a_size_of_its_own_is_told_to_take_half() -> None:
+    config = Config(engine=EngineConfig(pages=0, page_bytes=GIB))
+    assert "half of what is free" in limits.of_memory(config, 64 * GIB, limits.Group()).what
+    config = config.model_copy(update={"store": StoreConfig(pool_bytes=GIB)})
+    assert "half" not in limits.of_memory(config, 64 * GIB, limits.Group()).what
+
+
+def test_a_folder_that_is_named_and_not_there_is_no_model_to_fetch(tmp_path: Path) -> None:
+    (finding,) = storage.model(Config(model=ModelConfig(path=str(tmp_path / "gone"))))
+    assert (finding.grade, "fetch" in finding.fix) == (Grade.FAIL, False)
+
+
 def test_few_open_files_are_seen_by_a_process_that_has_few() -> None:
     def lower() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 8_192))
@@ -277,9 +289,9 @@ def test_a_file_where_a_folder_should_be_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_model_folder_without_weights_is_a_failure(tmp_path: Path) -> None:
-    config = Config(model=ModelConfig(path=str(tmp_path)))
-    (away,) = storage.model(config)
+    (away,) = storage.model(Config(model=ModelConfig(path="owner/not-here")))
     assert (away.grade, "model fetch" in away.fix) == (Grade.WARN, True)
+    config = Config(model=ModelConfig(path=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
     (odd,) = storage.model(config)
     assert (odd.grade, "set model.max_context" in odd.fix) == (Grade.FAIL, True)
