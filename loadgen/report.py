@@ -58,7 +58,8 @@ def in_words(summary: Summary) -> str:
         *_latency_lines(s),
         "",
         *_remark_lines(s),
-        f"transport  carrier {s.transport.carrier}, UCX transport {s.transport.ucx_transport}",
+        f"transport  carrier {s.transport.carrier}"
+        + (f", UCX transport {s.transport.ucx_transport}" if "ucx" in s.transport.carrier else ""),
     ]
     return "\n".join(lines)
 

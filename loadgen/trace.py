@@ -216,7 +216,8 @@ class _Reader:
 
     def _error(self, number: int, why: str) -> ConfigError:
         return ConfigError(
-            f"trace {self._path}: row {number}: {why}; mend the row, give the trace's tokens per id, or read it with adjust",
+            f"trace {self._path}: row {number}: {why}; mend the row, give the trace's "
+            "tokens per id (replay: --trace-block-tokens; simulate: --set model.block_tokens=), or read it with --adjust",
             param="trace",
         )
 

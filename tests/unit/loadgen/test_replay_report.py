@@ -83,6 +83,12 @@ def test_the_words_say_what_happened() -> None:
     assert "blank" not in words
 
 
+def test_a_transport_of_ucx_is_told_only_where_ucx_carried() -> None:
+    plain = summary_of(mixed(WANTED), WANTED)
+    words = in_words(replace(plain, transport=Transport("segment, tcp", "unknown")))
+    assert ("carrier segment, tcp" in words, "UCX" in words) == (True, False)
+
+
 def test_a_cap_that_held_requests_back_is_called_no_open_loop() -> None:
     plain = summary_of(mixed(WANTED), WANTED)
     assert "NOT an open loop" in in_words(replace(plain, cap=4, held_back=12, longest_cap_wait_ms=800.0))
