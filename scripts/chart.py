@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """What of deploy/ follows from the code and from the chart: `scripts/chart.py`; `--check` only says whether it is so.
+`scripts/chart.py --render VALUES.yaml ...` prints the manifests of these files of values, as `helm template -f` does.
 
 * values.schema.json: the settings that `config` may hold are those of core/config.py that the chart does not make itself
 * deploy/kuberay: the chart as plain manifests, with the values of values-kuberay.yaml
@@ -135,7 +136,21 @@ def _without_files(lines: list[str]) -> list[str]:
     return lines if cut is None else [*lines[: lines.index(cut)], f"{cut} {{}}"]
 
 
+def print_manifests(files: list[str]) -> int:
+    import helm_python.errors
+
+    values = merged(*(yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {} for file in files))
+    try:
+        print(manifests(render(values)), end="")
+    except helm_python.errors.HelmError as e:
+        print(f"chart.py: {e}".rstrip(), file=sys.stderr)
+        return 1
+    return 0
+
+
 def main() -> int:
+    if sys.argv[1:2] == ["--render"]:
+        return print_manifests(sys.argv[2:])
     texts = {SCHEMA: schema_text()}
     if importlib.util.find_spec("helm_python"):
         texts[KUBERAY] = KUBERAY_HEAD + manifests(render(values_of("values-kuberay.yaml")))

@@ -145,6 +145,20 @@ def test_helm_says_what_is_missing(wrong: dict[str, Any], said: str) -> None:
         rendered("cpu", **wrong)
 
 
+def test_helm_manifests_are_printed_for_files_of_values_or_their_faults_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("image: {repository: registry/mine}\n")
+    files = [str(CHART / FILE.format("cpu")), str(mine)]
+    assert SCRIPT.print_manifests(files) == 0
+    assert "image: registry/mine:" in capsys.readouterr().out.replace('"', "")
+    mine.write_text("gatway: {}\n")
+    assert SCRIPT.print_manifests(files) == 1
+    told = capsys.readouterr()
+    assert (told.out, "'gatway' not allowed" in told.err) == ("", True)
+
+
 def test_helm_values_reach_the_configuration_as_they_are_written(tmp_path: Path) -> None:
     import tomllib
 
