@@ -69,7 +69,7 @@ def plan(config: StoreConfig, slot_bytes: int, free: int, space: int) -> list[in
     if wanted > fits:
         raise ConfigError(
             f"store.pool_bytes: {_gb(wanted)} wanted, but {_gb(free)} of memory and {_gb(space)} of the memory file system "
-            f"are free; use at most {fits}, or set store.directory to a larger memory file system",
+            f"are free; use at most {fits >> 20} MiB, or set store.directory to a larger memory file system",
             param="store.pool_bytes",
         )
     slots = wanted // slot_bytes
