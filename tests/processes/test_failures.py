@@ -19,7 +19,7 @@ from support.oracle import Oracle
 from moonpool.core.membership import Liveness
 from moonpool.wire import pb
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
 
 PREFILLS = ("prefill-0", "prefill-1")
 TOKENS = 8

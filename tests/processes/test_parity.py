@@ -13,7 +13,7 @@ import pytest
 from support.cluster import LocalCluster, complete
 from support.oracle import Oracle
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 500)
 LONG = 2000

@@ -24,7 +24,7 @@ from support.cluster import SPLIT, LocalCluster, complete, running
 from moonpool.core.membership import Liveness
 from moonpool.wire import pb
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

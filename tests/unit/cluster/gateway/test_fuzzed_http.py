@@ -8,7 +8,7 @@ import sys
 
 from support.gateway_front import Front, eventually, says
 
-EXAMPLES = os.environ.get("MOONPOOL_HTTP_EXAMPLES", "8")  # of each route
+EXAMPLES = os.environ.get("MOONPOOL_HTTP_EXAMPLES", "5")  # of each route
 IDLE = ("requests_in_flight", "placing", "waiting_at_conductors")
 
 
