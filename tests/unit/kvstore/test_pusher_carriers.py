@@ -77,15 +77,18 @@ async def test_prompts_with_tails_land_and_what_really_carried_them_is_named(tmp
             await asyncio.to_thread(push, landing)
         into = np.empty(LAYOUT.slice_bytes, np.uint8)
         for landing in landings:
-            drained = await landing.drain()
+            drained, id = await landing.drain(), landing.landing.id
             assert landing.failure is None
             assert drained.carrier == carrier
+            await until(
+                lambda id=id: sum(one.landing == id for one in heard.landed) == LAYOUT.layers, "its reader hears of all"
+            )
             for slot in landing.landing.slots:
                 for layer in range(LAYOUT.layers):
                     client.read_slice(slot.slot, layer, into, slot.valid)
                     for offset, length in LAYOUT.pieces(slot.valid):
                         assert (into[offset : offset + length] == PAGES[slot.block, layer, offset : offset + length]).all()
-            await client.end_landing(landing.landing.id)
+            await client.end_landing(id)
         assert len(heard.landed) == 3 * LAYOUT.layers
         assert pusher.carriers() == f"{carrier} (tcp)"
         assert node.words()["carrier"] == carrier
