@@ -79,10 +79,11 @@ def _text(name: str, value: int | float | str) -> str:
 
 
 def size(value: int) -> str:
-    """Bytes in words that ``store.quotas`` and ``--bytes`` would read, to three digits."""
+    """Bytes in words that ``store.quotas`` and ``--bytes`` would read, to three digits or whole."""
     for unit, factor in UNITS:
         if value >= factor:
-            return f"{value / factor:.3g} {unit}"
+            number = value / factor
+            return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
     return f"{value} B"
 
 

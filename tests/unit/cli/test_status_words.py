@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moonpool.cli.status import _print
+from moonpool.cli.store_view import size
 from moonpool.cluster.survey import Answer
 from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
 from moonpool.core.membership import Liveness, Member, MemberChange
@@ -24,3 +25,10 @@ def test_bytes_have_units_counts_are_whole_and_documents_are_left_to_json(capsys
         "share=0.25",
         "slots_total=3135000",
     ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(0, "0 B"), (1 << 10, "1 KiB"), (1_536 << 20, "1.5 GiB"), (1_016 << 20, "1016 MiB"), (1023, "1023 B")]
+)
+def test_sizes_have_a_unit_and_no_exponent(value: int, words: str) -> None:
+    assert size(value) == words
