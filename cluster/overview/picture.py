@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from moonpool.cluster.overview.told import landed_from, recent_of
 from moonpool.cluster.survey import Answer, leaders_of
@@ -20,6 +21,9 @@ SOURCES = ("device", "pool", "remote", "computed")  # where the KV of a prompt's
 TIERS = ("dram", "ssd", "shared")  # of a host's pool
 WORKERS = (Role.PREFILL, Role.DECODE, Role.BOTH)
 SLOTS = ("sealed", "reserved", "fenced", "free")
+
+K = TypeVar("K")
+N = TypeVar("N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +167,34 @@ class _Rates:
         self.seconds = max(now.at - before.at, 0.0) if before is not None else 0.0
         self._before = {} if before is None else {a.change.member.id: a for a in before.answers if a.numbers}
 
-    def grown(self, answer: Answer, value: Callable[[Answer], float]) -> float | None:
-        """How much a counter grew between the looks; None: unknown."""
+    def grown(self, answer: Answer, counts: Callable[[Answer], Mapping[K, float]]) -> dict[K, float] | None:
+        """How much each counter grew between the looks; None: unknown."""
         was = self._before.get(answer.change.member.id)
         if was is None or not answer.numbers or self.seconds <= 0.0:
             return None
-        now, then = value(answer), value(was)
-        again = was.change.member.incarnation != answer.change.member.incarnation or now < then
-        return now if again else now - then
+        now, then = counts(answer), counts(was)
+        anew = was.change.member.incarnation != answer.change.member.incarnation
+        more = {key: value - then.get(key, 0.0) for key, value in now.items()}
+        return {key: now[key] if anew or value < 0 else value for key, value in more.items()}
 
     def per_s(self, answer: Answer, *names: str) -> float | None:
-        grown = self.grown(answer, lambda a: sum(a.numbers.get(name, 0.0) for name in names))
-        return None if grown is None else grown / self.seconds
+        grown = self.grown(answer, lambda a: {"": sum(a.numbers.get(name, 0.0) for name in names)})
+        return None if grown is None else grown[""] / self.seconds
+
+    def tally(
+        self, answers: Iterable[Answer], counts: Callable[[Answer], Mapping[K, float]], named: Callable[[Answer, K], N]
+    ) -> list[tuple[N, int, float | None]]:
+        """(name, count, rate per second) of all together, the largest count first; no rate where no growth is known."""
+        total: Counter[N] = Counter()
+        more: dict[N, float] = {}
+        for answer in answers:
+            grown = self.grown(answer, counts) or {}
+            for key, count in counts(answer).items():
+                name = named(answer, key)
+                total[name] += int(count)
+                if key in grown:
+                    more[name] = more.get(name, 0.0) + grown[key]
+        return [(name, count, more[name] / self.seconds if name in more else None) for name, count in total.most_common()]
 
 
 def picture(before: Look | None, now: Look) -> Picture:
@@ -293,39 +313,26 @@ def _carriers(stores: list[Answer], rates: _Rates) -> Iterable[Flow]:
 def _links(stores: list[Answer], everybody: Iterable[Answer], rates: _Rates) -> Iterable[Flow]:
     """From node to node, the busiest first. Writers that nobody knows any more are on no node."""
     nodes: dict[str, str] = {answer.change.member.id: answer.change.member.node for answer in everybody}
-    total: Counter[tuple[str, str, str]] = Counter()
-    grown: dict[tuple[str, str, str], float] = {}
-    for store in stores:
-        for (writer, carrier), count in landed_from(store.words).items():
-            link = (nodes.get(writer, ""), store.change.member.node, carrier)
-            total[link] += count
-            more = rates.grown(store, lambda a, of=(writer, carrier): float(landed_from(a.words).get(of, 0)))  # type: ignore[misc]
-            if more is not None:
-                grown[link] = grown.get(link, 0.0) + more
-    for (source, target, carrier), count in total.most_common():
-        more = grown.get((source, target, carrier))
-        yield Flow(carrier, count, None if more is None else more / rates.seconds, source, target)
+
+    def link(store: Answer, pushed: tuple[str, str]) -> tuple[str, str, str]:
+        writer, carrier = pushed
+        return nodes.get(writer, ""), store.change.member.node, carrier
+
+    for (source, target, carrier), count, rate in rates.tally(stores, lambda a: landed_from(a.words), link):
+        yield Flow(carrier, count, rate, source, target)
 
 
 def _shares(answers: list[Answer], names: tuple[str, ...], rates: _Rates) -> tuple[Share, ...]:
-    def tokens(answer: Answer, name: str) -> float:
-        return answer.numbers.get(f"prefix_tokens_{name}_count", 0.0)
+    def tokens(answer: Answer) -> dict[str, float]:
+        return {name: answer.numbers.get(f"prefix_tokens_{name}_count", 0.0) for name in names}
 
-    lately = {name: sum(rates.grown(a, lambda a, n=name: tokens(a, n)) or 0.0 for a in answers) for name in names}  # type: ignore[misc]
-    counted = lately if any(lately.values()) else {name: sum(tokens(a, name) for a in answers) for name in names}
+    grown = [rates.grown(answer, tokens) or {} for answer in answers]
+    lately = {name: sum(one.get(name, 0.0) for one in grown) for name in names}
+    counted = lately if any(lately.values()) else {name: sum(tokens(a)[name] for a in answers) for name in names}
     whole = sum(counted.values())
     return tuple(Share(name, int(count), count / whole) for name, count in counted.items()) if whole else ()
 
 
 def _refusals(gateways: list[Answer], rates: _Rates) -> Iterable[Refusal]:
     """As clients saw them, whoever refused: the most frequent first."""
-    counts: Counter[str] = Counter()
-    grown: dict[str, float] = {}
-    for answer in gateways:
-        for reason, count in recent_of(answer.words).refused.items():
-            counts[reason] += count
-            more = rates.grown(answer, lambda a, r=reason: float(recent_of(a.words).refused.get(r, 0)))  # type: ignore[misc]
-            if more is not None:
-                grown[reason] = grown.get(reason, 0.0) + more
-    for reason, count in counts.most_common():
-        yield Refusal(reason, count, grown[reason] / rates.seconds if reason in grown else None)
+    return (Refusal(*one) for one in rates.tally(gateways, lambda a: recent_of(a.words).refused, lambda _, reason: reason))
