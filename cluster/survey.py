@@ -92,10 +92,15 @@ async def _ask(change: MemberChange) -> Answer:
     if change.liveness is not Liveness.LIVE:
         return Answer(change)
     async with dial(change.member.address) as channel:
-        try:
-            stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=TIMEOUT_S)
-        except grpc.aio.AioRpcError as e:
-            return Answer(change, trouble=trouble_of(e))
+        return await ask(change, channel, TIMEOUT_S)
+
+
+async def ask(change: MemberChange, channel: grpc.aio.Channel, timeout_s: float) -> Answer:
+    """What a live member says about itself over ``channel``; ``trouble`` where it does not."""
+    try:
+        stats = await pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as e:
+        return Answer(change, trouble=trouble_of(e))
     return Answer(change, dict(stats.numbers), dict(stats.words))
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-import grpc
 import grpc.aio
 
-from moonpool.cluster.survey import Answer, trouble_of
+from moonpool.cluster.survey import Answer, ask
 from moonpool.core.membership import Liveness, MemberChange
-from moonpool.wire import pb
 from moonpool.wire.channels import dial
 
 AT_ONCE = 16
@@ -43,15 +41,13 @@ class Poller:
             address = change.member.address
             if address not in self._channels:
                 self._channels[address] = dial(address)
-            stub = pb.admin_rpc.AdminStub(self._channels[address])
             limit_s = min(self._timeout_s, AGAIN_S) if address in self._late else self._timeout_s
-            try:
-                stats = await stub.Stats(pb.types.Empty(), timeout=limit_s)
-            except grpc.aio.AioRpcError as e:
-                self._late.add(address)
-                return Answer(change, trouble=trouble_of(e))
-        self._late.discard(address)
-        return Answer(change, dict(stats.numbers), dict(stats.words))
+            answer = await ask(change, self._channels[address], limit_s)
+        if answer.trouble:
+            self._late.add(address)
+        else:
+            self._late.discard(address)
+        return answer
 
     async def close(self) -> None:
         channels, self._channels = self._channels, {}
