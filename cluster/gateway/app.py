@@ -36,7 +36,7 @@ def build_app(
     async def all_models(request: Request) -> Response:
         """Every name and alias that this caller may use: some clients look theirs up here, and take the first otherwise."""
         served = models.of(caller_of(request))
-        names = [(name, one) for one in served for name in (one.name,)] + [(n, one) for one in served for n in one.aliases]
+        names = [(one.name, one) for one in served] + [(alias, one) for one in served for alias in one.aliases]
         return json_response({"object": "list", "data": [_card(name, one, created) for name, one in names]})
 
     @app.get("/v1/models/{name:path}")
