@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +16,15 @@ from moonpool.core.errors import Bug
 from moonpool.core.hits import hit_quantum
 from moonpool.core.layout import KVLayout
 from moonpool.engine import attention
+from moonpool.engine.backends import Hook, Span
+from moonpool.engine.choosing import Chosen, choose
 from moonpool.engine.guides import Guides
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.models import default_cache, model_fingerprint
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.scoring import score
-from moonpool.engine.torch_backend import PageTensor, Span, TorchStep
+from moonpool.engine.torch_backend import PageTensor
 
 __all__ = ["Engine", "MemoryBudget", "Row", "load_engine", "memory_budget"]
 
@@ -55,15 +57,13 @@ class Row:
 
 
 class Engine:
-    """Owns the weights and the page tensor. ``forward`` is for one thread at a time; it sets that thread's torch threads."""
+    """Owns a backend and the page tensor. ``forward`` is for one thread at a time; it sets that thread's torch threads."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        layout: KVLayout,
+        chosen: Chosen,
+        memory: PageTensor,
         *,
-        pages: int,
-        threads: int,
         max_context: int,
         vocab_size: int,
         eos_ids: frozenset[int],
@@ -72,15 +72,17 @@ class Engine:
         hit_quantum: int = 1,
     ) -> None:
         """``hit_quantum``: pages; matches count in multiples of it."""
+        layout, pages = memory.layout, memory.pages
         self.layout = layout
+        self.backend_name = chosen.backend.name
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         self.guides = guides
         self.pages = PagePool(pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
-        self._model = model
-        self._threads = threads
-        self._memory = PageTensor(layout, pages)
+        self._backend = chosen.backend
+        self._torch_threads = chosen.torch_threads
+        self._memory = memory
         self.kv_bytes: NDArray[np.uint8] = (
             self._memory.tensor[:pages].view(torch.uint8).numpy().reshape(pages, layout.layers, layout.slice_bytes)
         )
@@ -93,29 +95,20 @@ class Engine:
         self,
         rows: Sequence[Row],
         *,
-        before_layer: Callable[[int], None] | None = None,
-        on_layer: Callable[[int], None] | None = None,
+        before_layer: Hook | None = None,
+        on_layer: Hook | None = None,
     ) -> torch.Tensor:
         """float32 [rows that want logits, vocabulary], in the order of ``rows``. ``scores`` of rows are filled.
 
         ``before_layer(l)`` runs before layer l touches pages; ``on_layer(l)`` once K/V of layer l of all rows are in
         pages. What they raise comes out of here; the pages of these rows then hold garbage and nothing else changed.
         """
-        if torch.get_num_threads() != self._threads:  # a per-thread setting of the OpenMP runtime
-            torch.set_num_threads(self._threads)
+        if torch.get_num_threads() != self._torch_threads:  # a per-thread setting of the OpenMP runtime
+            torch.set_num_threads(self._torch_threads)
         spans = self._spans(rows)
-        step = TorchStep(self._memory, spans, before_layer, on_layer)
-        ids = torch.tensor([[token for row in rows for token in row.tokens]])
-        positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))[None]
+        ids = np.array([token for row in rows for token in row.tokens], dtype=np.int64)
         wanted = [at for row, span in zip(rows, spans, strict=True) for at in _wanted(row, span)]
-        out = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
-            moonpool_step=step,
-        )
-        return _last(rows, out.logits[0])
+        return _last(rows, self._backend.forward(ids, spans, wanted, before_layer, on_layer))
 
     def copy_page(self, source: int, target: int) -> None:
         """All layers of page ``source`` into ``target``: the private copy of a shared last block.
@@ -128,7 +121,8 @@ class Engine:
         """Drop weights and pages. Views of ``kv_bytes`` that others hold keep the page memory alive."""
         if self._freed_byte is not None:
             self.kv_bytes[:] = self._freed_byte
-        del self._model, self._memory, self.kv_bytes
+        self._backend.close()
+        del self._backend, self._memory, self.kv_bytes
 
     def _wipe(self, pages: Sequence[int]) -> None:
         assert self._freed_byte is not None
@@ -187,11 +181,10 @@ def load_engine(
     model, facts = load_model(config, model_dir)
     fingerprint = model_fingerprint(model_dir, cache or default_cache())
     layout = KVLayout(fingerprint, facts.layers, facts.kv_heads, facts.head_dim, config.model.dtype, config.engine.block_tokens)
+    memory = PageTensor(layout, budget.pages)
     return Engine(
-        model,
-        layout,
-        pages=budget.pages,
-        threads=threads,
+        choose(config, model_dir, model, facts, memory, threads),
+        memory,
         max_context=facts.max_context,
         vocab_size=facts.vocab_size,
         eos_ids=facts.eos_ids,

@@ -9,7 +9,7 @@ Nothing outside a row's tokens reaches a result: what a gathered page holds beyo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,26 +19,11 @@ from numpy.typing import NDArray
 from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
 from moonpool.engine.attention import AttentionCall
+from moonpool.engine.backends import Hook, Span
 
 GROUP_BYTES = 4 << 20  # K and V gathered at once: small enough to be attended while still in cache
 QUERY_BLOCK = 128  # queries per block on the plain path
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-Hook = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One row of a step: ``count`` tokens from position ``start`` on, at ``first ..`` of the flattened batch."""
-
-    first: int
-    count: int
-    start: int
-    table: NDArray[np.int64]  # pages of the positions 0 .. start + count - 1
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
 
 
 class PageTensor:

@@ -11,7 +11,8 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
 from moonpool.engine import torch_backend
 from moonpool.engine.attention import AttentionCall
-from moonpool.engine.torch_backend import PageTensor, Span, TorchStep
+from moonpool.engine.backends import Span
+from moonpool.engine.torch_backend import PageTensor, TorchStep
 
 LAYERS = 2
 

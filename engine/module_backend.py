@@ -1,0 +1,42 @@
+"""The model as its library wrote it, with our attention function in every layer: serves whatever the engine accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moonpool.engine.backends import Hook, Span
+from moonpool.engine.torch_backend import PageTensor, TorchStep
+
+
+class ModuleBackend:
+    name = "torch"
+
+    def __init__(self, model: torch.nn.Module, memory: PageTensor) -> None:
+        self._model = model
+        self._memory = memory
+
+    def forward(
+        self,
+        ids: NDArray[np.int64],
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        before_layer: Hook | None,
+        on_layer: Hook | None,
+    ) -> torch.Tensor:
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        out = self._model(
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
+            moonpool_step=TorchStep(self._memory, spans, before_layer, on_layer),
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def close(self) -> None:
+        del self._model, self._memory
