@@ -30,28 +30,41 @@ SPLIT = '[{"name": "a", "prefill": 1}, {"name": "b", "decode": 1, "conductor": 1
 class LocalCluster:
     url: str
     registry: str  # host:port
+    state_dir: Path
+    supervisor: int  # process id
 
 
 @contextmanager
 def local_cluster(
-    nodes: str, model_dir: Path, settings: Mapping[str, str], *, launcher: Literal["ray", "process"] = "process"
+    nodes: str,
+    model_dir: Path,
+    settings: Mapping[str, str],
+    *,
+    launcher: Literal["ray", "process"] = "process",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[LocalCluster]:
     """``moonpool up --detach`` with ``nodes`` (JSON of cluster.nodes); ``moonpool down`` in any case.
 
-    Progress goes to standard error. ConfigError: it did not become ready.
+    ``environment``: variables of its processes beside our own. Progress goes to standard error. ConfigError: it did not
+    become ready.
     """
     name = f"bench-{os.getpid()}"
-    port = _free_port()
+    port = free_port()
     values = {"cluster.nodes": nodes, **settings}
     options = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
     up = ["up", "--detach", "--launcher", launcher, "--name", name, "--port", str(port), "--model", str(model_dir)]
     with terminable(), tempfile.TemporaryDirectory(prefix="moonpool-bench-") as folder:
         place = ["--set", f"cluster.state_dir={folder}"]
         try:
-            if _moonpool([*up, *options, *place], _START_S) != 0:
+            if _moonpool([*up, *options, *place], _START_S, environment) != 0:
                 raise ConfigError("bench: the cluster did not start; its reason is above", param="bench")
             state = StateDir(Path(folder)).read()
-            yield LocalCluster(f"http://127.0.0.1:{port}", state.registry if state else "")
+            yield LocalCluster(
+                f"http://127.0.0.1:{port}",
+                state.registry if state else "",
+                Path(folder),
+                state.supervisor.pid if state else 0,
+            )
         finally:
             _moonpool(["down", "--name", name, *place], _STOP_S)
 
@@ -73,16 +86,20 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _moonpool(words: list[str], timeout_s: float) -> int:
+def _moonpool(words: list[str], timeout_s: float, environment: Mapping[str, str] | None = None) -> int:
     try:
         return subprocess.run(
-            [sys.executable, "-m", "moonpool.cli.main", *words], stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=timeout_s
+            [sys.executable, "-m", "moonpool.cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
+            timeout=timeout_s,
+            env={**os.environ, **(environment or {})},
         ).returncode
     except subprocess.TimeoutExpired as e:
         raise ConfigError(f"bench: `moonpool {words[0]}` took more than {timeout_s:.0f} s", param="bench") from e
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
