@@ -8,7 +8,7 @@ TINY_IDS = 128
 TINY_CONTEXT = 1024
 
 
-def make_tiny_model(folder: Path, ids: int = TINY_IDS) -> Path:
+def make_tiny_model(folder: Path, ids: int = TINY_IDS, context: int = TINY_CONTEXT) -> Path:
     """A random Llama: 2 layers, 4 query and 2 KV heads of 16, 128 ids, context 1,024. No end-of-sequence id."""
     import torch
     from tokenizers import Tokenizer, decoders
@@ -23,7 +23,7 @@ def make_tiny_model(folder: Path, ids: int = TINY_IDS) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=TINY_CONTEXT,
+        max_position_embeddings=context,
         eos_token_id=None,
         bos_token_id=None,
         pad_token_id=None,

