@@ -40,12 +40,23 @@ class ModelConfig(_Values):
 
 
 class EngineConfig(_Values):
-    backend: Literal["torch"] = Field("torch", description="attention backend")
+    backend: Literal["auto", "compiled", "fused", "torch"] = Field(
+        "auto", description="what computes; auto: the fastest that the CPU, model and dtype allow; torch: the library's module"
+    )
     threads: int = Field(0, ge=0, description="compute threads; 0: one per split worker, all cores in role both")
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")
     page_bytes: int = Field(512 * MIB, ge=MIB, description="device memory for pages per worker, where pages is 0")
-    prefill_chunk: int = Field(512, ge=1, description="tokens computed per prefill step")
+    prefill_chunk: int = Field(512, ge=1, description="tokens of prompts computed per step, at most")
+    gap_ms: float = Field(
+        100.0,
+        ge=0,
+        description="answers without a TBT target wait so long for an id while prompts are computed beside them; 0: any time",
+    )
+    permit: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="workers of one host take turns with all its cores; auto: where several compute with the compiled backend",
+    )
     max_batch: int = Field(32, ge=1, description="sequences in one decode step")
     growth_reserve: float = Field(0.05, ge=0, lt=1, description="share of pages kept for running sequences to grow")
     reuse: bool = Field(True, description="reuse prefixes (device pages and pool); false is the cache-off oracle")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 
 from moonpool.core.errors import Failure, InvalidRequest
 from moonpool.core.ids import RequestId
@@ -129,6 +130,16 @@ class Attempt:
     def prompt_logprobs(self) -> int | None:
         """Alternatives to report beside each id of the prompt; None: none of it is wanted, or it was told with the first id."""
         return None if self.emitted else self.request.sampling.prompt_logprobs
+
+    def first_id_within_s(self, budget_ms: int) -> float:
+        """Seconds from now on, where this was written just now and its request began with ``budget_ms``; below 0: it is late.
+
+        Infinite where no target says so, or the request has its first id.
+        """
+        target_ms = self.request.targets.ttft_ms
+        if target_ms is None or self.emitted:
+            return inf
+        return (target_ms - max(budget_ms - self.deadline_ms, 0)) / 1e3
 
     def of(self, sibling: Sibling) -> Attempt:
         """The attempt of ``sibling`` alone."""

@@ -4,7 +4,7 @@ Admission takes pages for everything a sequence has so far, in order of arrival,
 while others run. Running sequences grow page by page; when none is left, the youngest running one is preempted: its
 pages go (whole blocks stay findable), and it waits at the front to be recomputed. The oldest running one is never
 preempted. One plan serves decode rows and prompt chunks: a row is a span of tokens, and the row that reaches the last
-token samples.
+token samples. How many tokens of prompts a step takes beside rows that decode is asked of whoever plans (``ChunkRoom``).
 
 A step is planned, computed elsewhere, then told with ``complete``; between the two nothing that its rows use changes.
 """
@@ -60,6 +60,10 @@ class Step:
     rows: tuple[StepRow, ...]
 
 
+# How many tokens of a sequence's prompt may join a step with these rows. Of the first prompt, the rest of a block always may.
+ChunkRoom = Callable[[list[StepRow], Sequence], int]
+
+
 class Batcher:
     """Owner of every sequence of one worker, and of its share of ``pages``. One thread."""
 
@@ -83,6 +87,10 @@ class Batcher:
     @property
     def running(self) -> int:
         return sum(1 for s in self._holding if s.phase is Phase.RUNNING)
+
+    def decoding(self) -> list[Sequence]:
+        """Sequences that get an id from every step."""
+        return [s for s in self._holding if s.phase is Phase.RUNNING and s.left == 1]
 
     def add(self, sequence: Sequence, siblings: Iterable[Sequence] = ()) -> None:
         """Queue it. Busy when the queue is full: nothing was kept. ``siblings`` follow it until they are forked."""
@@ -151,12 +159,15 @@ class Batcher:
         except OutOfPages:
             return None
 
-    def plan(self) -> Step | None:
-        """The next step, or None when nobody can compute. Grows and preempts; ``complete`` must follow."""
+    def plan(self, room: ChunkRoom | None = None) -> Step | None:
+        """The next step, or None when nobody can compute. Grows and preempts; ``complete`` must follow.
+
+        Without ``room`` prompts take as many tokens as ``Limits`` let them.
+        """
         if self._step is not None:
             raise Bug("batcher: planned while a step is under way")
         rows = [StepRow(s, s.computed, len(s.tokens), True) for s in self._grow_all()]
-        rows += self._chunks()
+        rows += self._chunks(rows, room)
         if not rows:
             return None
         for row in rows:
@@ -309,19 +320,20 @@ class Batcher:
         self.preemptions += 1
         self._insert(self._waiting, sequence)
 
-    def _chunks(self) -> list[StepRow]:
+    def _chunks(self, decoding: list[StepRow], room: ChunkRoom | None) -> list[StepRow]:
         """Prompt chunks in order of arrival, as many tokens as one step takes."""
         rows: list[StepRow] = []
-        budget = self._limits.chunk_tokens
+        left = self._limits.chunk_tokens
         for s in self._holding:
             if s.phase is not Phase.RUNNING or s.left <= 1:
                 continue
+            budget = left if room is None else min(left, room([*decoding, *rows], s))
             if rows and budget < min(self._limits.block_tokens, s.left):
                 break  # a chunk ends on a block border, so it would overdraw the budget
             end = chunk_end(s.computed, len(s.tokens), budget, self._limits.block_tokens)
             rows.append(StepRow(s, s.computed, end, end == len(s.tokens)))
-            budget -= end - s.computed
-            if budget <= 0:
+            left -= end - s.computed
+            if left <= 0:
                 break
         return rows
 

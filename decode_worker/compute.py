@@ -17,6 +17,7 @@ from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Step
 from moonpool.decode_worker.sequence import Sequence as Running
 from moonpool.engine.engine import Engine, Row
+from moonpool.engine.permit import StepTurns
 from moonpool.engine.sampler import SamplerState, sample
 
 
@@ -25,7 +26,7 @@ class Computed:
     """``ids[i]`` belong to row i of the step: those of its sequence and of its siblings; none where none is wanted.
 
     None where the row does not reach the end of its sequence, a Failure where a guide has ended that one answer. ``seconds`` on
-    the thread.
+    the thread, waiting for the permit excluded.
     """
 
     ids: tuple[tuple[Sampled, ...] | Failure | None, ...]
@@ -35,8 +36,8 @@ class Computed:
 class Computer:
     """Runs one step at a time. The caller keeps the pages of its rows until the step is over, also when it is cancelled."""
 
-    def __init__(self, engine: Engine, watch: ProgressWatch) -> None:
-        self._engine, self._watch = engine, watch
+    def __init__(self, engine: Engine, watch: ProgressWatch, turns: StepTurns) -> None:
+        self._engine, self._watch, self._turns = engine, watch, turns
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
     async def run(self, step: Step) -> Computed:
@@ -60,6 +61,10 @@ class Computer:
         self._thread.shutdown(wait=True)
 
     def _compute(self, rows: Sequence[Row], draws: Sequence[list[SamplerState] | None]) -> Computed:
+        with self._turns.turn():
+            return self._step(rows, draws)
+
+    def _step(self, rows: Sequence[Row], draws: Sequence[list[SamplerState] | None]) -> Computed:
         begun = time.monotonic()
         logits = self._engine.forward(rows)
         shares = [len(states) for states in draws if states]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from moonpool.core.blocks import BlockHasher
+from moonpool.core.gaps import Gaps
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt
 from moonpool.core.use import Use
@@ -39,7 +41,8 @@ class Sequence:
     are known; ``published`` of them have been offered to the device-page index. ``remote``: another worker computes the
     prompt. ``limit``: tokens at which it ends whatever it wants (context, or all pages there are). ``scores``: takes the
     log-probabilities of the prompt where it is computed here and they are wanted. ``siblings`` draw from the same prompt and
-    follow this sequence until they are forked.
+    follow this sequence until they are forked. ``due``: when its first id is wanted, infinite where no target says so; ``gaps``
+    are kept from that id on.
     """
 
     attempt: Attempt
@@ -56,6 +59,8 @@ class Sequence:
     in_step: bool = False
     scores: PromptScores | None = None
     siblings: list[Sequence] = field(default_factory=list)
+    due: float = inf
+    gaps: Gaps | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.attempt.context)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Protocol
 
 from moonpool.core.config import Config
@@ -15,9 +17,11 @@ from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.decode_worker.batcher import Admission, Batcher, Limits, Step
 from moonpool.decode_worker.compute import Computed, Computer
+from moonpool.decode_worker.pacing import Pacing
 from moonpool.decode_worker.publisher import BlockPublisher, BlockStore
 from moonpool.decode_worker.sequence import Phase, Sequence
 from moonpool.engine.engine import Engine
+from moonpool.engine.permit import StepTurns
 
 MAX_TIMINGS = 1_024  # between two reports
 log = logging.getLogger(__name__)
@@ -42,7 +46,9 @@ class StepOwner(Protocol):
 class StepLoop:
     """Owns the batcher, the compute thread and the publishing of completed blocks."""
 
-    def __init__(self, config: Config, engine: Engine, owner: StepOwner, store: Callable[[], BlockStore | None]) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, owner: StepOwner, store: Callable[[], BlockStore | None], turns: StepTurns
+    ) -> None:
         self.batcher = Batcher(
             engine.pages,
             Limits(
@@ -54,13 +60,19 @@ class StepLoop:
                 reuse=config.engine.reuse,
             ),
         )
+        self._pacing = Pacing(
+            gap_s=config.engine.gap_ms / 1e3 or inf,
+            chunk_tokens=config.engine.prefill_chunk,
+            block_tokens=engine.layout.block_tokens,
+        )
+        self.turns = turns
         self.publisher = BlockPublisher(engine, store, self.poke)
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)
         self.steps = 0
         self._engine = engine
         self._owner = owner
         self.watch = ProgressWatch("computing", config.timing.stuck_after_ms / 1e3)
-        self._computer = Computer(engine, self.watch)
+        self._computer = Computer(engine, self.watch, turns)
         self._wake = asyncio.Event()
         self._cut: Step | None = None  # under way when the loop was ended
         self._task = asyncio.create_task(self._run(), name="steps")
@@ -78,6 +90,7 @@ class StepLoop:
         """The prompt of ``lead`` is in its pages: those of its siblings that are ``wanted`` go on by themselves."""
         lead.siblings = []
         for sibling in wanted:
+            self._pacing.told(sibling, time.monotonic())
             copy = self.batcher.fork(lead, sibling)
             if copy is not None:
                 self._engine.copy_page(*copy)
@@ -85,6 +98,8 @@ class StepLoop:
 
     def join(self, sequence: Sequence, computed: int) -> None:
         """The KV of ``computed`` tokens is in its pages; a hand-off left its blocks in this host's pool."""
+        if sequence.remote and sequence.gaps is None:
+            self._pacing.told(sequence, time.monotonic())
         self.publisher.offer(self.batcher.join(sequence, computed), stored=sequence.remote)
         self.poke()
 
@@ -98,6 +113,7 @@ class StepLoop:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.to_thread(self._computer.close)
+        self.turns.close()
         if self._cut is not None:
             self.batcher.abandon(self._cut)  # sequences that ended meanwhile give their pages back
         await self.publisher.close()
@@ -108,14 +124,23 @@ class StepLoop:
                 self._wake.clear()
                 for admission in self.batcher.admit():
                     self._owner.fill(admission)
-                step = self.batcher.plan()
+                step = self._plan()
                 if step is None:
+                    self.turns.rest()
                     await self._wake.wait()
                     continue
                 await self._compute(step)
         except Exception as e:
             log.exception("the step loop ended")
             self._owner.broke(Failure.of(e))
+
+    def _plan(self) -> Step | None:
+        now = time.monotonic()
+        decoding = self.batcher.decoding()
+        room = self._pacing.room(decoding, now)
+        if not room.free:
+            self.turns.tell(room, self._pacing.alone_s(decoding))
+        return self.batcher.plan(self._pacing.chunks(room, now))
 
     async def _compute(self, step: Step) -> None:
         try:
@@ -135,12 +160,15 @@ class StepLoop:
         self.steps += 1
         if all(row.end - row.start == 1 for row in step.rows):
             self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), computed.seconds))
+        self._pacing.measured(step, computed.seconds)
         own = [ids[0].token if isinstance(ids, tuple) and ids else None for ids in computed.ids]
         self.publisher.offer(self.batcher.complete(step, own))
+        now = time.monotonic()
         for row, ids in zip(step.rows, computed.ids, strict=True):
             if ids is None or row.sequence.phase is not Phase.RUNNING:
                 continue
             if isinstance(ids, tuple):
+                self._pacing.told(row.sequence, now)
                 self._owner.sampled(row.sequence, ids)
             else:
                 self._owner.failed(row.sequence, ids)

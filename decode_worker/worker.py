@@ -44,6 +44,7 @@ from moonpool.decode_worker.steps import MAX_TIMINGS, StepLoop
 from moonpool.decode_worker.stream import TokenStream
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
+from moonpool.engine.permit import step_turns
 
 TOLD_LIVES = 32  # in ``words``
 SOURCES = ("device", "pool", "remote", "computed")  # of a prompt's KV, where the prompt is computed here
@@ -63,7 +64,8 @@ class DecodeWorker:
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._filler = Filler(config, engine, member, peers, self)
         self._tells_ends = config.store.eviction == "hazard"  # the one policy that learns from them
-        self._steps = StepLoop(config, engine, self, self._store)
+        self._steps = StepLoop(config, engine, self, self._store, step_turns(config, member.id))
+        self._budget_ms = config.timing.request_budget_ms
         self._broken: Failure | None = None
         self._leaving = False
         self._prefills: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
@@ -139,6 +141,7 @@ class DecodeWorker:
         hasher = BlockHasher(self._hash_key, attempt.request.namespace, self._engine.layout.block_tokens)
         remote = placement.prefill.id != self._member.id
         sequences = [Sequence(one, hasher, token_limit(self._engine), remote) for one in (attempt, *siblings)]
+        sequences[0].due = time.monotonic() + attempt.first_id_within_s(self._budget_ms)
         for sequence in sequences[1:]:
             sequence.phase, sequence.scores = Phase.FOLLOWING, None
         try:
@@ -373,6 +376,7 @@ class DecodeWorker:
             "blocks_mended_count": publisher.mended,
             "blocks_behind_most": publisher.most_behind,
             "blocks_not_published_count": publisher.given_up,
+            **self._steps.turns.numbers(),
             **{f"{name}_count": self._counts[name] for name in COUNTED},
         }
 

@@ -84,7 +84,7 @@ class ChunkPlanner:
         self._shortest = order == "shortest"
         self._age_weight = age_weight
         self._wait_cap_s = wait_cap_s
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._block_tokens = block_tokens
         self._jobs: dict[JobKey, _Entry] = {}
         self._current: JobKey | None = None
@@ -186,10 +186,14 @@ class ChunkPlanner:
         """Tokens of the running job whose KV exists."""
         return self._entry(key, Stage.COMPUTING).done
 
-    def chunk(self, key: JobKey, until: int | None = None) -> Chunk:
-        """What to compute next of the running job; not beyond token ``until``, a block border, where one is given."""
+    def chunk(self, key: JobKey, until: int | None = None, tokens: int | None = None) -> Chunk:
+        """What to compute next of the running job; not beyond token ``until``, a block border, where one is given.
+
+        At most ``tokens``, or the rest of a block, where the cores are shared.
+        """
         entry = self._entry(key, Stage.COMPUTING)
-        end = chunk_end(entry.done, entry.total, self._chunk_tokens, self._block_tokens)
+        most = self.chunk_tokens if tokens is None else min(tokens, self.chunk_tokens)
+        end = chunk_end(entry.done, entry.total, most, self._block_tokens)
         if until is not None and entry.done < until:
             end = min(end, until)
         return Chunk(self._chunks, entry.done, end, end == entry.total)

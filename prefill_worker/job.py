@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
 from moonpool.core.blocks import KEY_BYTES, BlockHasher, blocks_for
@@ -18,6 +19,7 @@ from moonpool.core.lifetime import Instant, Lifetime
 from moonpool.core.placement import Source
 from moonpool.core.request import FinishReason, Sampled
 from moonpool.engine.engine import Engine, Row
+from moonpool.engine.permit import PromptTurns, Unshared
 from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.sampler import SamplerState, finish_reason, sample
 from moonpool.kvstore.pusher import PushLanding
@@ -67,6 +69,9 @@ class Job:
         self.ahead_tokens = 0  # fetched while others were computed, and used
         self._told = 0  # leading blocks whose layers were told
         self.load_seconds = 0.0
+        self.due = inf  # when its first id is wanted
+        self.turns: PromptTurns = Unshared()
+        self.slice_s = inf
         self.landing: PushLanding | None = None
         self.draining: set[asyncio.Task[None]] = set()
         self.store: MemberId | None = None  # the store node that granted the landing
@@ -174,12 +179,17 @@ class Job:
     # -- compute thread ----------------------------------------------------------------------------------------------
 
     def compute(self, chunk: Chunk) -> tuple[Sampled, ...] | None:
-        """One chunk: every finished layer is pushed while the next one computes.
+        """One chunk: every finished layer is pushed while the next one computes, and steps of this host's decode workers go
+        before the next layer once it has computed for ``slice_s``.
 
         After the last chunk the first ids, the attempt's and its siblings', none where none is wanted; before it None.
 
         LoadStopped when the attempt ended meanwhile, PrefixLost when a loaded block is bad, TransferFailed.
         """
+        with self.turns.turn(self.slice_s):
+            return self._compute(chunk)
+
+    def _compute(self, chunk: Chunk) -> tuple[Sampled, ...] | None:
         before = blocks_for(chunk.start, self._engine.layout.block_tokens)  # that the chunk builds on
         relied = [(load, wanted) for load in self.loads if (wanted := load.needed(before))]
         blocks = tuple(self._blocks_of(chunk))
@@ -188,11 +198,9 @@ class Job:
         def before_layer(layer: int) -> None:
             if self.source.stop:
                 raise LoadStopped
+            self.turns.between_layers()
             if relied:
-                begun = time.monotonic()
-                for load, wanted in relied:
-                    load.wait(layer, wanted)
-                self.load_seconds += time.monotonic() - begun
+                self._wait_for(layer, relied)
                 if layer == self._engine.layout.layers - 1:
                     self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
             elif layer == 0:  # nothing to wait for
@@ -213,6 +221,17 @@ class Job:
         for state in states:
             state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         return tuple(sample(logits.expand(len(states), -1), states, self._engine.eos_ids))
+
+    def _wait_for(self, layer: int, loads: list[tuple[PrefixLoad, int]]) -> None:
+        """Others compute meanwhile."""
+        late = [(load, wanted) for load, wanted in loads if not load.has(layer, wanted)]
+        if not late:
+            return
+        with self.turns.pause():
+            begun = time.monotonic()
+            for load, wanted in late:
+                load.wait(layer, wanted)
+            self.load_seconds += time.monotonic() - begun
 
     def _states(self) -> list[SamplerState]:
         """What the first ids depend on beside the logits, which the attempt and its siblings share."""

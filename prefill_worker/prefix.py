@@ -266,6 +266,11 @@ class PrefixLoad:
         """Of the first ``blocks`` of the prompt, how many come from here."""
         return max(min(blocks - self.first, self.trusted), 0)
 
+    def has(self, layer: int, blocks: int) -> bool:
+        """Whether ``wait`` would return at once."""
+        with self._changed:
+            return self._layers_in > layer and self.blocks >= blocks and not self._stopped
+
     def wait(self, layer: int, blocks: int) -> None:
         """Until ``layer`` of the first ``blocks`` blocks is in pages. PrefixLost where fewer are good, or LoadStopped."""
         with self._changed:

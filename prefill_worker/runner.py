@@ -25,6 +25,7 @@ from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.engine.engine import Engine
 from moonpool.engine.pages import OutOfPages
+from moonpool.engine.permit import PromptTurns
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
@@ -32,6 +33,7 @@ from moonpool.prefill_worker.incoming import MAX_TIMINGS, Incoming
 from moonpool.prefill_worker.job import Job, give_up_landing, private_keys
 from moonpool.prefill_worker.pace import Pace
 from moonpool.prefill_worker.prefix import LoadStopped, PrefixLost
+from moonpool.prefill_worker.slices import Slices
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Runner:
         planner: ChunkPlanner,
         link: StoreLink,
         pusher: Pusher,
+        turns: PromptTurns,
         *,
         reuse: bool,
         stuck_s: float,
@@ -53,6 +56,8 @@ class Runner:
         self._engine, self._peers, self._planner, self._link, self._pusher = engine, peers, planner, link, pusher
         self._reuse = reuse
         self.pace = Pace()
+        self.turns = turns
+        self._slices = Slices(engine.layout.layers, planner.chunk_tokens)
         self.watch = ProgressWatch("computing", stuck_s)
         self._compute_thread = ThreadPoolExecutor(1, "compute")
         self._late: set[asyncio.Task[Any]] = set()
@@ -81,12 +86,14 @@ class Runner:
     async def close(self) -> None:
         """Waits for the layer and the slice under way, and for landings that came too late."""
         await asyncio.to_thread(self._compute_thread.shutdown)
+        self.turns.close()
         await self._incoming.close()
         await asyncio.gather(*self._late, return_exceptions=True)
 
     async def _begin(self, work: Job) -> bool:
         """Pages, landing, prefix. False: not now (the job waits on), or it ended."""
         work.taken = time.monotonic()
+        work.turns = self.turns
         work.life.stamp(Instant.PREFILL_BEGUN, work.taken)
         try:
             self._take_pages(work)
@@ -176,8 +183,11 @@ class Runner:
             until = await self._incoming.meet(work)
             if work.ended():
                 return
-            chunk = self._planner.chunk(work.key, until)
-            self.watch.began(time.monotonic())
+            now, done = time.monotonic(), self._planner.done(work.key)
+            work.slice_s = self._slices.slice_s(self.turns.beside(), done, len(work.tokens), work.due - now)
+            chunk = self._planner.chunk(work.key, until, self._slices.chunk_tokens(work.slice_s, done))
+            waited_s = self.turns.waited_s + work.load_seconds
+            self.watch.began(now)
             try:
                 ids = await loop.run_in_executor(self._compute_thread, work.compute, chunk)
             except LoadStopped:
@@ -187,6 +197,8 @@ class Runner:
                 continue
             finally:
                 self.watch.ended(time.monotonic())
+            elapsed_s = time.monotonic() - now - (self.turns.waited_s + work.load_seconds - waited_s)
+            self._slices.measured(chunk.start, chunk.end, elapsed_s)
             self._planner.computed(work.key, chunk)
             self._publish(work, chunk)
             if ids is not None:

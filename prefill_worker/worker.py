@@ -37,6 +37,7 @@ from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange
 from moonpool.core.progress import Progress
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
+from moonpool.engine.permit import prompt_turns
 from moonpool.kvstore.link import StoreLink
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.sealing.keys import KvKey, kv_keys
@@ -73,7 +74,8 @@ class PrefillWorker:
         self._link = StoreLink(member, engine.layout, peers, config.timing)
         self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer, key=kv_key)
         reuse, stuck_s = config.engine.reuse, config.timing.stuck_after_ms / 1e3
-        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, reuse=reuse, stuck_s=stuck_s)
+        turns = prompt_turns(config)
+        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, turns, reuse=reuse, stuck_s=stuck_s)
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
         self._leaving = False
@@ -149,6 +151,7 @@ class PrefillWorker:
             self._cancel(older, Failure(Reason.CANCELLED, f"attempt {attempt.number} replaces this one"))
         self._newest[request] = attempt.number
         self._jobs[work.key] = work
+        work.due = time.monotonic() + attempt.first_id_within_s(self._config.timing.request_budget_ms)
         guide = attempt.request.sampling.guide
         if guide is not None and not self._engine.guides.knows(guide):  # compiled by the time that its prompt is computed
             asyncio.get_running_loop().run_in_executor(None, self._engine.guides.warm, guide)
@@ -278,6 +281,7 @@ class PrefillWorker:
             "requests_draining": len(self._jobs) - len(self._planner),
             "store_connected": float(self._link.client is not None),
             "threads": threading.active_count(),
+            **self._runner.turns.numbers(),
             **{f"{name}_count": value for name, value in (self._counts + self._runner.counts).items()},
         }
 

@@ -21,6 +21,12 @@ _PREFIX = (
     "computed"
 )
 
+_PERMIT: tuple[Metric, ...] = (
+    counter("permit_waits", "turns that another worker of this host held up", "permit_waits_count"),
+    counter("permit_wait_seconds", "time that turns waited for the host's compute permit"),
+    counter("permit_forced", "turns taken without the permit, because its holder did not move", "permit_forced_count"),
+)
+
 PREFILL = (
     *_PAGES,
     gauge("requests_live", "jobs held, until their bytes have left"),
@@ -42,6 +48,8 @@ PREFILL = (
     counter(
         "prefix_blocks_lost", "loaded blocks that failed their digest, or ended with their session", "prefix_blocks_lost_count"
     ),
+    *_PERMIT,
+    counter("permit_passes", "times that it let a decode worker's step go first, between two layers", "permit_passes_count"),
     counters("sent_bytes", "KV bytes pushed to store nodes, by carrier", "carrier", by("bytes_sent_*", *CARRIERS)),
     _STORE,
 )
@@ -70,6 +78,7 @@ DECODE = (
     counter("blocks_published", "blocks of answers left in the pool", "blocks_published_count"),
     counter("blocks_mended", "blocks filled in again that the pool had lost", "blocks_mended_count"),
     counter("blocks_not_published", "blocks of answers that the pool did not take", "blocks_not_published_count"),
+    *_PERMIT,
     gauge("blocks_behind_most", "blocks that the answer furthest behind has not published yet"),
     _STORE,
 )

@@ -28,6 +28,7 @@ from moonpool.decode_worker.sequence import Sequence as Attempted
 from moonpool.decode_worker.steps import StepLoop
 from moonpool.engine.engine import Row
 from moonpool.engine.pages import PagePool
+from moonpool.engine.permit import Unshared
 
 SIZE, IDS = 16, 64
 WORLDS, REQUESTS = 170, 8
@@ -68,7 +69,7 @@ class World:
         self.engine = RuleEngine(PagePool(14), self._on_compute)
         config = Config(engine=EngineConfig(block_tokens=SIZE, max_batch=5, prefill_chunk=32, growth_reserve=0.1))
         self.loop = asyncio.get_running_loop()
-        self.steps = StepLoop(config, self.engine, self, lambda: None)  # type: ignore[arg-type]
+        self.steps = StepLoop(config, self.engine, self, lambda: None, Unshared())  # type: ignore[arg-type]
         self.live: list[Attempted] = []
         self.filling: list[Attempted] = []
         self.wants: dict[Attempted, int] = {}
