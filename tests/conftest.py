@@ -7,12 +7,20 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from support.bounds import Bounds
+
+from moonpool.wire import channels
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # speed is never asserted
 hypothesis.settings.load_profile("untimed")
 
 for name, value in {"UCX_MODULES": "^ib", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error"}.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    channels.keep_polling()  # some tests make channels and servers by themselves, and failed ones abandon their calls
+    config.pluginmanager.register(Bounds(config), "bounds")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ cluster's CA, and servers refuse calls that their callers have no right to (``ri
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from moonpool.wire.identity import Identity, current_folder, version
 from moonpool.wire.links import CLIENT, SERVER, SameProtocol
 from moonpool.wire.renewed import RenewedChannel
 
-__all__ = ["IDENTITY", "MAX_MESSAGE_BYTES", "bind", "dial", "dial_blocking", "server"]
+__all__ = ["IDENTITY", "MAX_MESSAGE_BYTES", "bind", "dial", "dial_blocking", "keep_polling", "server"]
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message that a server accepts
 MAX_METADATA_BYTES = 16 << 10
@@ -42,6 +43,7 @@ def dial(address: str, *, options: Options = ()) -> grpc.aio.Channel:
 
     Where its files do not do any more, the last ones that did go on.
     """
+    keep_polling()
     folder = current_folder()
     if folder is None:
         return grpc.aio.insecure_channel(address, options=_with(*options))
@@ -68,6 +70,7 @@ def dial_blocking(address: str, *, options: Options = ()) -> grpc.Channel:
 
 def server(*, options: Options = ()) -> grpc.aio.Server:
     """A server whose messages are bounded and whose callers are checked. ConfigError: the identity does not do."""
+    keep_polling()
     folder = current_folder()
     guards = [] if folder is None else [Guard(Identity.read(folder).says.principal.cluster)]
     return grpc.aio.server(interceptors=[*guards, SameProtocol()], options=[*SERVER_OPTIONS, *options])
@@ -84,6 +87,16 @@ def bind(server: grpc.aio.Server, address: str) -> int:
         return port
     port = server.add_secure_port(address, _server(folder))
     return port
+
+
+@functools.cache
+def keep_polling() -> None:
+    """gRPC's polling thread stays to the end of the process.
+
+    Otherwise it ends with the last channel or server that is collected, whose finalizer first waits for every call that is
+    still open: for ever where one was abandoned, and no signal or timeout gets through to it.
+    """
+    grpc.aio.init_grpc_aio()
 
 
 def _with(*options: tuple[str, Any]) -> Options:
