@@ -43,7 +43,7 @@ from moonpool.core.errors import ConfigError
 LENGTHS = (2_048, 4_096)
 KINDS: tuple[Literal["ids", "text"], ...] = ("ids", "text")
 BATCHES = (1, 4, 16, 32)
-_OUTPUT = 192
+_OUTPUT = 512
 _PAGES = 1_024
 _BARE_STEPS = 200
 _SETTLE_S = 0.2

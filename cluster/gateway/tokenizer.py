@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from moonpool.cluster.gateway.known_texts import KnownTexts, cuts_cleanly
 from moonpool.cluster.gateway.tool_calls import rendering
 from moonpool.cluster.gateway.tool_calls.families import FAMILIES, Family, family_of, knows_tools
 from moonpool.core.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -37,6 +38,8 @@ class Tokenizer:
         self.bos_id: int | None = library.bos_token_id
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.tokens = TokenTable(backend)
+        if cuts_cleanly(backend) and not library.split_special_tokens:
+            library.encode = KnownTexts(backend, library.encode, self.tokens.name_bytes).encode  # chats go through it, too
 
     @classmethod
     def load(cls, model_dir: Path, *, tool_parser: str = "auto") -> Tokenizer:
