@@ -21,10 +21,10 @@ PROMPT = 128
 OUTPUT = 128
 IN_FLIGHT = 32
 _WAVES = 2
-_SETTLE_S = 0.4  # after an answer a side still publishes blocks, and its threads have not yet gone to sleep
+SETTLE_S = 0.4  # after an answer a side still publishes blocks, and its threads have not yet gone to sleep
 _PROMPTS_APART = 1_000  # of the prompts of one sample
 
-Measure = Callable[[AskingClient, int], Awaitable[dict[str, float]]]
+Measure = Callable[[AskingClient, int], Awaitable[dict[str, float]]]  # the number makes its prompts its own
 
 
 @dataclass(slots=True)
@@ -33,24 +33,25 @@ class Side:
 
     client: AskingClient
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    settle_s: float = SETTLE_S
     samples: Samples = field(default_factory=dict)
 
     async def take(self, measure: Measure, number: int, *, keep: bool) -> None:
         with self.alone():
             found = await measure(self.client, number)
-            await asyncio.sleep(_SETTLE_S)
+            await asyncio.sleep(self.settle_s)
         if keep:
             for name, value in found.items():
                 self.samples.setdefault(name, []).append(value)
 
 
-def first_token(length: int) -> Measure:
+def first_token(length: int, settle_s: float = SETTLE_S) -> Measure:
     """``ttft_L_ms`` of a prompt never seen, and of the same again (``warm_ttft_L_ms``, ``warm_cached_L``)."""
 
     async def measure(client: AskingClient, number: int) -> dict[str, float]:
         found = {f"ttft_{length}_ms": ttft_ms(await client.ask(number * _PROMPTS_APART, length, 4))}
         if length in WARM:
-            await asyncio.sleep(_SETTLE_S)
+            await asyncio.sleep(settle_s)
             warm = await client.ask(number * _PROMPTS_APART, length, 4)
             found[f"warm_ttft_{length}_ms"] = ttft_ms(warm)
             found[f"warm_cached_{length}"] = float(warm.reading.cached_tokens or 0)

@@ -13,6 +13,8 @@ import psutil
 
 from moonpool.cluster.launch.state import StateDir
 
+_STOP_S = 2.0  # a thread inside the kernel stops when it leaves it
+
 
 def tree_of(pid: int) -> list[psutil.Process]:
     """A process and everything below it; nothing where it is gone."""
@@ -83,9 +85,20 @@ def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
     """None of them runs inside the block (SIGSTOP); all go on afterwards."""
     try:
         _signal(processes, signal.SIGSTOP)
+        until = time.monotonic() + _STOP_S
+        while not all(map(_is_stopped, processes)) and time.monotonic() < until:
+            time.sleep(0.001)
         yield
     finally:
         _signal(processes, signal.SIGCONT)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    """Or gone."""
+    try:
+        return bool(process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _signal(processes: Sequence[psutil.Process], number: int) -> None:

@@ -55,7 +55,7 @@ _CHOICE_SHARE = 5  # one in so many requests of the slice chooses the budget
 _PEER_START_S, _OUR_START_S, _DRAIN_S = 100.0, 25.0, 40.0  # for the estimate alone
 _TIMEOUT_S = 900.0
 _REPORT_S = 10.0
-_SETTLE_S = 2.0
+_SETTLE_S = 2.0  # between two runs on one server
 Say = Callable[[str], None]
 
 
@@ -176,6 +176,7 @@ class _Run:
                         self.found.records[side][rate].append(records)
                         self.found.verdicts[side][rate].append(verdict)
                         self.say(words_of(verdict))
+                        time.sleep(_SETTLE_S)
 
     @contextmanager
     def ours(self) -> Iterator[str]:
@@ -218,7 +219,6 @@ class _Run:
                     await replayed.run()
                 finally:
                     shown.cancel()
-                await asyncio.sleep(_SETTLE_S)
                 return replayed.records
 
         records = asyncio.run(run())
