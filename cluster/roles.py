@@ -116,7 +116,7 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         layout=engine.layout,
         max_context=engine.max_context,
         max_prompt=engine.pages.total * config.engine.block_tokens,
-        details={"memory": memory, "dtype": config.model.dtype, "model": str(spec.model_dir)},
+        details={"memory": memory, "engine": engine.backend_name, "dtype": config.model.dtype, "model": str(spec.model_dir)},
     )
     start = await asyncio.to_thread(_worker_start, spec.role, config)
 
@@ -157,7 +157,9 @@ def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:
 
     budget = memory_budget(spec.config, spec.model_dir)
     say(f"memory: {budget}")
-    return load_engine(spec.config, spec.model_dir, threads=spec.threads), str(budget)
+    engine = load_engine(spec.config, spec.model_dir, threads=spec.threads)
+    say(f"engine: {engine.backend_name}" + (f" ({engine.backend_note})" if engine.backend_note else ""))
+    return engine, str(budget)
 
 
 def _gateway_class() -> type[Gateway]:

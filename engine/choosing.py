@@ -1,27 +1,104 @@
-"""Which backend computes a model here: the fastest that the machine and the model allow, or the one asked for."""
+"""Which backend computes a model here: the fastest that the machine and the model allow, or the one asked for.
+
+A backend that is not the module itself has to prove itself before it serves: it computes a short batch that the module has
+computed before it. If the two disagree, the module serves.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
 from moonpool.engine.backends import Backend
-from moonpool.engine.loading import ModelFacts
+from moonpool.engine.families import known, recipe_of
+from moonpool.engine.fused_backend import FusedBackend
+from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.module_backend import ModuleBackend
+from moonpool.engine.recipe import Recipe
 from moonpool.engine.torch_backend import PageTensor
+from moonpool.engine.trial import LIMITS, Trial, difference
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     backend: Backend
     torch_threads: int  # of the thread that computes
+    note: str = ""  # why it is not a faster one
 
 
 def choose(
     config: Config, model_dir: Path, model: torch.nn.Module, facts: ModelFacts, memory: PageTensor, threads: int
 ) -> Chosen:
-    """A backend over ``memory``; it owns ``model`` from now on."""
-    return Chosen(ModuleBackend(model, memory), threads)
+    """A backend over ``memory``, which is zero afterwards. It owns ``model``, whose weights may have moved into it.
+
+    ConfigError where the one that the configuration names cannot serve this model on this machine.
+    """
+    asked = config.engine.backend
+    plain = Chosen(ModuleBackend(model, memory), threads)
+    if asked == "torch":
+        return plain
+    if not known(model):
+        return _without_recipe(config, model, plain)
+    trial = Trial(memory, facts)
+    want = trial.answers(plain.backend)
+    recipe = recipe_of(model, facts.max_context)
+    if recipe is None:
+        return _without_recipe(config, model, plain)
+    plain.backend.close()
+    chosen = _fastest(config, recipe, memory, threads)
+    apart, limit = difference(trial.answers(chosen.backend), want), LIMITS[memory.layout.dtype]
+    if apart <= limit:
+        return chosen
+    name = chosen.backend.name
+    chosen.backend.close()
+    what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
+    if asked != "auto":
+        raise _cannot(asked, what)
+    log.warning("%s: backend %s is not used: %s; backend torch serves", model_dir, name, what)
+    return Chosen(ModuleBackend(load_model(config, model_dir)[0], memory), threads, f"{name}: {what}")
+
+
+def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen:
+    if config.engine.backend == "compiled":
+        compiled = _compiled(config, recipe, memory, threads)
+        if isinstance(compiled, Chosen):
+            return compiled
+        raise _cannot("compiled", compiled)
+    return Chosen(FusedBackend(recipe, memory), threads)
+
+
+def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen | str:
+    """Or why not."""
+    if recipe.dtype is not torch.bfloat16:  # said here too, because its module and compiler take a second to load
+        return f"model.dtype is {memory.layout.dtype}, it computes bfloat16"
+    try:
+        from moonpool.engine.compiled.backend import CompiledBackend
+        from moonpool.engine.compiled.features import unfit
+    except ImportError as e:
+        return f"it does not load here ({e})"
+    reason = unfit(recipe, memory.layout)
+    if reason is not None:
+        return reason
+    usual = config.engine.prefill_chunk + config.engine.max_batch
+    return Chosen(CompiledBackend(recipe, memory.layout, memory.tensor, threads=threads, step_tokens=usual), 1)
+
+
+def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen) -> Chosen:
+    what = f"{type(model).__name__} is none of the families it knows, or differs from them"
+    if config.engine.backend != "auto":
+        raise _cannot(config.engine.backend, what)
+    return Chosen(plain.backend, plain.torch_threads, f"fused: {what}")
+
+
+def _cannot(asked: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"engine.backend: {asked!r} cannot serve this model here: {what}; use auto, which takes the fastest that can",
+        param="engine.backend",
+    )

@@ -75,6 +75,7 @@ class Engine:
         layout, pages = memory.layout, memory.pages
         self.layout = layout
         self.backend_name = chosen.backend.name
+        self.backend_note = chosen.note
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids

@@ -1,0 +1,287 @@
+"""From a module of the transformers library to a recipe, for the families whose layers are known line by line.
+
+A family is told by the exact classes of its modules; a subclass, another class, or anything that the tables below do not
+name has no recipe and is served by its module. What a layer asks of attention (scaling, window, soft cap) is not read from
+the configuration but asked of the module itself, and rotary angles come from the module's own embedding, so that every
+rope kind is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from moonpool.engine.attention import AttentionCall
+from moonpool.engine.recipe import Activation, Layer, Projection, Recipe, Rotary
+from moonpool.engine.support import Probe
+
+_ACTIVATIONS: dict[type, Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
+_ROTARY_BLOCK = 4_096  # positions at once: the module computes angles of both halves, of which one is kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Classes of one family, and in which of the few ways it differs from Llama."""
+
+    model: type
+    decoder: type
+    layer: type
+    attention: type
+    mlp: type
+    norm: type
+    rotary: type
+    embedding: type = nn.Embedding
+    one_more: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # what attention and MLP add is normed first
+    rotary_kinds: bool = False  # angles by the layer's type
+
+
+_FAMILIES = (
+    _Family(
+        llama.LlamaForCausalLM,
+        llama.LlamaModel,
+        llama.LlamaDecoderLayer,
+        llama.LlamaAttention,
+        llama.LlamaMLP,
+        llama.LlamaRMSNorm,
+        llama.LlamaRotaryEmbedding,
+    ),
+    _Family(
+        mistral.MistralForCausalLM,
+        mistral.MistralModel,
+        mistral.MistralDecoderLayer,
+        mistral.MistralAttention,
+        mistral.MistralMLP,
+        mistral.MistralRMSNorm,
+        mistral.MistralRotaryEmbedding,
+    ),
+    _Family(
+        qwen2.Qwen2ForCausalLM,
+        qwen2.Qwen2Model,
+        qwen2.Qwen2DecoderLayer,
+        qwen2.Qwen2Attention,
+        qwen2.Qwen2MLP,
+        qwen2.Qwen2RMSNorm,
+        qwen2.Qwen2RotaryEmbedding,
+    ),
+    _Family(
+        qwen3.Qwen3ForCausalLM,
+        qwen3.Qwen3Model,
+        qwen3.Qwen3DecoderLayer,
+        qwen3.Qwen3Attention,
+        qwen3.Qwen3MLP,
+        qwen3.Qwen3RMSNorm,
+        qwen3.Qwen3RotaryEmbedding,
+    ),
+    _Family(
+        gemma.GemmaForCausalLM,
+        gemma.GemmaModel,
+        gemma.GemmaDecoderLayer,
+        gemma.GemmaAttention,
+        gemma.GemmaMLP,
+        gemma.GemmaRMSNorm,
+        gemma.GemmaRotaryEmbedding,
+        gemma.GemmaTextScaledWordEmbedding,
+        one_more=True,
+    ),
+    _Family(
+        gemma2.Gemma2ForCausalLM,
+        gemma2.Gemma2Model,
+        gemma2.Gemma2DecoderLayer,
+        gemma2.Gemma2Attention,
+        gemma2.Gemma2MLP,
+        gemma2.Gemma2RMSNorm,
+        gemma2.Gemma2RotaryEmbedding,
+        gemma2.Gemma2TextScaledWordEmbedding,
+        one_more=True,
+        post_norms=True,
+    ),
+    _Family(
+        gemma3.Gemma3ForCausalLM,
+        gemma3.Gemma3TextModel,
+        gemma3.Gemma3DecoderLayer,
+        gemma3.Gemma3Attention,
+        gemma3.Gemma3MLP,
+        gemma3.Gemma3RMSNorm,
+        gemma3.Gemma3RotaryEmbedding,
+        gemma3.Gemma3TextScaledWordEmbedding,
+        one_more=True,
+        post_norms=True,
+        rotary_kinds=True,
+    ),
+)
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_POST_NORM_PARTS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+
+
+def known(model: nn.Module) -> bool:
+    """Whether ``model`` is built as one of the families is."""
+    return _family(model) is not None
+
+
+def _family(model: nn.Module) -> _Family | None:
+    family = next((one for one in _FAMILIES if type(model) is one.model), None)
+    return family if family is not None and _as_known(model, family) else None
+
+
+@torch.inference_mode()
+def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
+    """None: the model stays as it is. Else its weights have moved into the recipe, and ``model`` can compute no more.
+
+    Merged weights are made layer by layer, so never more than one layer's weights exist twice.
+    """
+    family = _family(model)
+    if family is None:
+        return None
+    root: Any = model
+    decoder, config, activation = root.model, root.config, type(root.model.layers[0].mlp.act_fn)
+    calls = _asked(model)
+    kinds, rotaries = _rotaries(decoder, family, max_context)
+    softcap, scaling, dim = calls[0].softcap, calls[0].scaling, calls[0].query.shape[2]
+    if any((call.softcap, call.scaling) != (softcap, scaling) for call in calls) or any(
+        r.cos.shape[1] * 2 != dim for r in rotaries
+    ):
+        return None
+    layers = zip(decoder.layers, calls, kinds, strict=True)
+    embedding = decoder.embed_tokens.weight
+    return Recipe(
+        hidden=embedding.shape[1],
+        heads=calls[0].query.shape[0],
+        kv_heads=calls[0].key.shape[0],
+        head_dim=dim,
+        intermediate=decoder.layers[0].mlp.down_proj.weight.shape[1],
+        vocabulary=root.lm_head.weight.shape[0],
+        eps=_eps(decoder.norm),
+        activation=_ACTIVATIONS[activation],
+        scaling=scaling,
+        attention_softcap=softcap,
+        embedding=embedding,
+        embedding_scale=float(decoder.embed_tokens.embed_scale.to(embedding.dtype)) if family.one_more else 1.0,
+        layers=tuple(_layer(layer, family, call.window, kind) for layer, call, kind in layers),
+        rotaries=rotaries,
+        final_norm=_norm(decoder.norm, family),
+        head=_projection([root.lm_head]),
+        logits_softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _as_known(model: nn.Module, family: _Family) -> bool:
+    """Whether every module below ``model`` is one that the family's layers are made of, in the places they stand in."""
+    root: Any = model
+    decoder: Any = root.model
+    if set(dict(model.named_children())) != {"model", "lm_head"} or type(decoder) is not family.decoder:
+        return False
+    if set(dict(decoder.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+        return False
+    outer = [(decoder.embed_tokens, family.embedding), (decoder.norm, family.norm), (decoder.rotary_emb, family.rotary)]
+    if any(type(module) is not kind for module, kind in [*outer, (root.lm_head, nn.Linear)]):
+        return False
+    if len({weight.dtype for weight in model.parameters()}) != 1:
+        return False
+    eps = {_eps(module) for module in model.modules() if type(module) is family.norm}
+    acts = {type(layer.mlp.act_fn) for layer in decoder.layers}
+    return len(eps) == 1 and len(acts) == 1 and acts <= set(_ACTIVATIONS) and all(_plain(one, family) for one in decoder.layers)
+
+
+def _plain(layer: nn.Module, family: _Family) -> bool:
+    parts = dict(layer.named_children())
+    if set(parts) != _LAYER_PARTS | (_POST_NORM_PARTS if family.post_norms else set()) or type(layer) is not family.layer:
+        return False
+    attention, mlp = parts.pop("self_attn"), parts.pop("mlp")
+    if type(attention) is not family.attention or type(mlp) is not family.mlp:
+        return False
+    inner = dict(attention.named_children()) | dict(mlp.named_children())
+    inner.pop("act_fn")
+    if not set(inner) <= _ATTENTION_PARTS | _MLP_PARTS:
+        return False
+    norms = [*parts.values(), *(module for name, module in inner.items() if name.endswith("_norm"))]
+    linears = [module for name, module in inner.items() if name.endswith("_proj")]
+    return all(type(norm) is family.norm for norm in norms) and all(type(linear) is nn.Linear for linear in linears)
+
+
+def _asked(model: nn.Module) -> list[AttentionCall]:
+    """What each layer asks of its attention function."""
+    probe = Probe()
+    model(
+        input_ids=torch.zeros((1, 1), dtype=torch.int64),
+        position_ids=torch.zeros((1, 1), dtype=torch.int64),
+        use_cache=False,
+        moonpool_step=probe,
+    )
+    return [call for _, call in probe.calls]
+
+
+def _layer(layer: Any, family: _Family, window: int | None, rotary: int) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    after = layer.post_attention_layernorm
+    return Layer(
+        attention_norm=_norm(layer.input_layernorm, family),
+        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+        query_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
+        key_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
+        out=_projection([attention.o_proj]),
+        after_attention_norm=_norm(after, family) if family.post_norms else None,
+        mlp_norm=_norm(layer.pre_feedforward_layernorm if family.post_norms else after, family),
+        gate_up=_projection([mlp.gate_proj, mlp.up_proj]),
+        down=_projection([mlp.down_proj]),
+        after_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.post_norms else None,
+        window=window,
+        rotary=rotary,
+    )
+
+
+def _projection(parts: list[Any]) -> Projection:
+    """One projection for all ``parts``, their outputs one after another. Several parts lose their weights to it."""
+    biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+    if len(parts) == 1:
+        return Projection(parts[0].weight.detach(), biases[0].detach() if biases else None)
+    weight = torch.cat([part.weight for part in parts])
+    for part in parts:
+        part.weight = None  # its memory, before the next layer is merged
+    return Projection(weight, torch.cat(biases) if biases else None)
+
+
+def _norm(norm: Any, family: _Family) -> torch.Tensor:
+    weight: torch.Tensor = norm.weight.detach().float()
+    return weight + 1.0 if family.one_more else weight
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+
+
+def _rotaries(decoder: Any, family: _Family, positions: int) -> tuple[list[int], tuple[Rotary, ...]]:
+    """For every layer which of the rotaries is its own, and these."""
+    if not family.rotary_kinds:
+        return [0] * len(decoder.layers), (_rotary(decoder.rotary_emb, (), positions),)
+    kinds: list[str] = list(decoder.config.layer_types)
+    order = sorted(set(kinds))
+    return [order.index(kind) for kind in kinds], tuple(_rotary(decoder.rotary_emb, (kind,), positions) for kind in order)
+
+
+def _rotary(embedding: nn.Module, kind: tuple[str, ...], positions: int) -> Rotary:
+    blocks = list(_angles(embedding, kind, positions))
+    return Rotary(torch.cat([cos for cos, _ in blocks]), torch.cat([sin for _, sin in blocks]))
+
+
+def _angles(embedding: nn.Module, kind: tuple[str, ...], positions: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """[positions, head_dim / 2] each, block by block: both halves of a head turn by the same angles."""
+    for start in range(0, positions, _ROTARY_BLOCK):
+        at = torch.arange(start, min(start + _ROTARY_BLOCK, positions))[None]
+        cos, sin = embedding(torch.zeros(1), at, *kind)
+        half = cos.shape[2] // 2
+        yield cos[0, :, :half].clone(), sin[0, :, :half].clone()

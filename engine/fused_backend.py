@@ -1,0 +1,134 @@
+"""A recipe computed with PyTorch's kernels: any CPU, any dtype, with no module and hardly any Python between the kernels.
+
+Linears of bfloat16 keep their weights as oneDNN blocks them, which saves a reorder in every step; a build of PyTorch
+without that falls back to plain linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from moonpool.engine.attention import AttentionCall
+from moonpool.engine.backends import Hook, Span
+from moonpool.engine.linears import Linear, linear_of
+from moonpool.engine.recipe import Layer, Recipe, Rotary
+from moonpool.engine.torch_backend import PageTensor, TorchStep
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of the recipe whose projections have become callables."""
+
+    of: Layer
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What rotates the heads of one step: [tokens, 1, head_dim] each, the sine negative in its first half."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class FusedBackend:
+    name = "fused"
+
+    def __init__(self, recipe: Recipe, memory: PageTensor) -> None:
+        """``recipe`` gives its projections away: they are packed here, layer by layer."""
+        self._recipe = recipe
+        self._memory = memory
+        self._head = linear_of(recipe.head, keep=recipe.head.weight is recipe.embedding)
+        self._layers = [
+            _Layer(one, linear_of(one.qkv), linear_of(one.out), linear_of(one.gate_up), linear_of(one.down))
+            for one in recipe.layers
+        ]
+        self._turns = [_table(rotary, recipe.dtype) for rotary in recipe.rotaries]
+
+    def forward(
+        self,
+        ids: NDArray[np.int64],
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        before_layer: Hook | None,
+        on_layer: Hook | None,
+    ) -> torch.Tensor:
+        recipe = self._recipe
+        step = TorchStep(self._memory, spans, before_layer, on_layer)
+        positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))
+        turns = [_Turn(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._turns]
+        x = functional.embedding(torch.from_numpy(ids), recipe.embedding)
+        if recipe.embedding_scale != 1.0:
+            x = x * recipe.embedding_scale
+        for index, layer in enumerate(self._layers):
+            x = self._attend(x, index, layer, turns[layer.of.rotary], step)
+            x = self._think(x, layer)
+        last = self._norm(x[torch.tensor(wanted, dtype=torch.int64)], recipe.final_norm)
+        logits = self._head(last)
+        cap = recipe.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def close(self) -> None:
+        del self._recipe, self._memory, self._layers, self._head, self._turns
+
+    def _attend(self, x: torch.Tensor, index: int, layer: _Layer, turn: _Turn, step: TorchStep) -> torch.Tensor:
+        """[tokens, hidden]: ``x`` and what attention adds to it."""
+        recipe, of = self._recipe, layer.of
+        both = recipe.heads + recipe.kv_heads
+        qkv = layer.qkv(self._norm(x, of.attention_norm)).view(len(x), -1, recipe.head_dim)
+        turned = _rotate(self._head_norms(qkv[:, :both], of), turn).transpose(0, 1)  # [heads + kv_heads, tokens, head_dim]
+        call = AttentionCall(
+            query=turned[: recipe.heads],
+            key=turned[recipe.heads :],
+            value=qkv[:, both:].transpose(0, 1),
+            scaling=recipe.scaling,
+            window=of.window,
+            softcap=recipe.attention_softcap,
+            causal=True,
+            extra=(),
+        )
+        attended = step.attend(index, call).reshape(len(x), -1)
+        if of.after_attention_norm is None:
+            return layer.out.added(attended, x)
+        return x + self._norm(layer.out(attended), of.after_attention_norm)
+
+    def _head_norms(self, heads: torch.Tensor, of: Layer) -> torch.Tensor:
+        if of.query_norm is None or of.key_norm is None:
+            return heads
+        query, key = heads[:, : self._recipe.heads], heads[:, self._recipe.heads :]
+        return torch.cat((self._norm(query, of.query_norm), self._norm(key, of.key_norm)), dim=1)
+
+    def _think(self, x: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        """[tokens, hidden]: ``x`` and what the MLP adds to it."""
+        of = layer.of
+        gate, up = layer.gate_up(self._norm(x, of.mlp_norm)).chunk(2, dim=1)
+        silu = self._recipe.activation == "silu"
+        active = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
+        inner = active.mul_(up)
+        if of.after_mlp_norm is None:
+            return layer.down.added(inner, x)
+        return x + self._norm(layer.down(inner), of.after_mlp_norm)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In float32 whatever the dtype of ``x``, as the library's modules do."""
+        return functional.rms_norm(x.float(), weight.shape, weight, self._recipe.eps).to(x.dtype)
+
+
+def _table(rotary: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [max_context, head_dim] for ``_rotate``."""
+    cos = torch.cat((rotary.cos, rotary.cos), dim=1).to(dtype)
+    return cos, torch.cat((-rotary.sin, rotary.sin), dim=1).to(dtype)
+
+
+def _rotate(heads: torch.Tensor, turn: _Turn) -> torch.Tensor:
+    """[tokens, heads, head_dim]: element i turned with element i + head_dim / 2."""
+    return torch.addcmul(heads * turn.cos, heads.roll(heads.shape[2] // 2, 2), turn.sin)

@@ -1,0 +1,62 @@
+"""A short batch that a backend computes before it serves: prompts of two lengths, then one more token of each."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moonpool.core.blocks import blocks_for
+from moonpool.engine.backends import Backend, Span
+from moonpool.engine.loading import ModelFacts
+from moonpool.engine.torch_backend import PageTensor
+
+_LENGTHS = (45, 9)  # tokens; over a border of blocks and within one
+_SEED = 1
+
+# Rounding moves logits by a hundredth of their spread in bfloat16 and a millionth in float32; a wrong weight, angle, norm
+# or activation moves them by a multiple of these.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+class Trial:
+    def __init__(self, memory: PageTensor, facts: ModelFacts) -> None:
+        self._memory = memory
+        rows = min(len(_LENGTHS), memory.pages)
+        room = min(memory.pages // rows * memory.layout.block_tokens, facts.max_context)
+        draw = np.random.default_rng(_SEED)
+        self._rows = [draw.integers(0, facts.vocab_size, min(n, room), dtype=np.int64) for n in _LENGTHS[:rows]]
+
+    @torch.inference_mode()
+    def answers(self, backend: Backend) -> torch.Tensor:
+        """float32 [rows and steps, vocabulary]: all but the last token of each row, then that. Pages are zero again after."""
+        prompts = self._step(backend, [(0, len(row) - 1) for row in self._rows])
+        outputs = self._step(backend, [(len(row) - 1, len(row)) for row in self._rows])
+        self._memory.tensor[: sum(self._blocks())] = 0
+        return torch.cat([*prompts, *outputs])
+
+    def _blocks(self) -> list[int]:
+        return [blocks_for(len(row), self._memory.layout.block_tokens) for row in self._rows]
+
+    def _step(self, backend: Backend, parts: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Logits of the last token of each row's part, if there is any part at all."""
+        ids: list[NDArray[np.int64]] = []
+        spans: list[Span] = []
+        page = first = 0
+        for row, blocks, (start, end) in zip(self._rows, self._blocks(), parts, strict=True):
+            table = np.arange(page + blocks - 1, page - 1, -1, dtype=np.int64)  # not in order, as in service
+            page += blocks
+            if end > start:
+                spans.append(Span(first, end - start, start, table[: blocks_for(end, self._memory.layout.block_tokens)]))
+                ids.append(row[start:end])
+                first += end - start
+        if not spans:
+            return []
+        wanted = [span.first + span.count - 1 for span in spans]
+        return [backend.forward(np.concatenate(ids), spans, wanted, None, None).float().clone()]
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """How far ``got`` is from ``want`` over how far ``want`` spreads around its mean, both as root mean squares."""
+    spread = (want - want.mean(dim=-1, keepdim=True)).square().mean().sqrt()
+    return float((got - want).square().mean().sqrt() / spread)
