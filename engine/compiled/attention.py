@@ -1,0 +1,300 @@
+"""Queries of one K/V head against pages: an online softmax (FlashAttention, Dao et al., 2022) whose bits never vary.
+
+Keys come in blocks of KEY_BLOCK from position 0 on; blocks form ranges of KEY_RANGE. Within a range a running maximum
+rescales what came before; ranges are merged in order by the same formula, whether one task computed them all or several did.
+A key that a query may not see weighs exactly 0, so what else a block holds changes nothing.
+
+Rows of scratch are (query, query head of the group), query by query.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from moonpool.engine.compiled import tiles
+from moonpool.engine.compiled.features import QUERY_ROWS
+from moonpool.engine.compiled.lanes import exp2_of, real, set_real, word
+from moonpool.engine.compiled.rows import FLAGS, INLINE
+
+KEY_BLOCK = 128
+KEY_RANGE = 512
+_UNSEEN = np.float32(-1e30)
+
+_scores_12, _scores_6, _scores_4, _scores_3, _scores_2, _scores_1 = (tiles.scores(r, 2) for r in (12, 6, 4, 3, 2, 1))
+_weighted_6, _weighted_4, _weighted_3, _weighted_2, _weighted_1 = (tiles.weighted(r, 4) for r in (6, 4, 3, 2, 1))
+_half_6, _half_3, _half_1 = (tiles.weighted(r, 2) for r in (6, 3, 1))
+
+
+def scratch_bytes(head_dim: int) -> int:
+    """Of one thread; in the order of the functions below."""
+    return _END * 4 + QUERY_ROWS * head_dim * (2 + 4 + 4) + KEY_BLOCK * head_dim * 4 + tiles.TILE_KEYS * head_dim * 2 + 64
+
+
+# Offsets in float32 that do not depend on the head's size.
+_SCORES = 0  # float32 [QUERY_ROWS, KEY_BLOCK]
+_WEIGHTS = _SCORES + QUERY_ROWS * KEY_BLOCK  # bf16 [QUERY_ROWS, KEY_BLOCK]
+_HIGHEST = _WEIGHTS + QUERY_ROWS * KEY_BLOCK // 2  # float32 [QUERY_ROWS], of a range
+_TOTAL = _HIGHEST + QUERY_ROWS  # float32 [QUERY_ROWS], of a range
+_ALL_HIGHEST = _TOTAL + QUERY_ROWS  # of all ranges so far
+_ALL_TOTAL = _ALL_HIGHEST + QUERY_ROWS
+_END = _ALL_TOTAL + QUERY_ROWS
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _queries(scratch):  # type: ignore[no-untyped-def]
+    return scratch + 4 * _END
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _sums(scratch, dim):  # type: ignore[no-untyped-def]
+    return _queries(scratch) + QUERY_ROWS * dim * 2
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _all_sums(scratch, dim):  # type: ignore[no-untyped-def]
+    return _sums(scratch, dim) + QUERY_ROWS * dim * 4
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _keys(scratch, dim):  # type: ignore[no-untyped-def]
+    return _all_sums(scratch, dim) + QUERY_ROWS * dim * 4
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _values(scratch, dim):  # type: ignore[no-untyped-def]
+    return _keys(scratch, dim) + KEY_BLOCK * dim * 2
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _tail(scratch, dim):  # type: ignore[no-untyped-def]
+    return _values(scratch, dim) + KEY_BLOCK * dim * 2
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _pack(model, layer, head, table, begin, end, scratch):  # type: ignore[no-untyped-def]
+    """Keys and values [begin, end) of a block into scratch; returns how many tiles. Values of the last tile end with zeros."""
+    dim, size = model.head_dim, model.block_tokens
+    count = (end - begin + tiles.TILE_KEYS - 1) // tiles.TILE_KEYS
+    for tile in range(count):
+        at = begin + tile * tiles.TILE_KEYS
+        page = word(table + 8 * (at // size))
+        keys = model.pages + page * model.page_bytes + layer * model.layer_bytes + head * model.plane_bytes
+        keys += (at % size) * dim * 2
+        values = keys + model.kv_heads * model.plane_bytes
+        tiles.transpose_keys(keys, dim, _keys(scratch, dim) + tile * tiles.TILE_KEYS * dim * 2)
+        held = min(end - at, tiles.TILE_KEYS)
+        if held < tiles.TILE_KEYS:  # what lies behind the last token may be anything, NaN included
+            tail = _tail(scratch, dim)
+            tiles.row_copy(values, held * dim // 32, tail)
+            tiles.row_zero(tail + held * dim * 2, (tiles.TILE_KEYS - held) * dim // 32)
+            values = tail
+        tiles.interleave_values(values, dim, _values(scratch, dim) + tile * tiles.TILE_KEYS * dim * 2)
+    return count
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _score(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+    """Scores of all rows with ``count`` tiles of keys, two tiles at a time: a last odd one brings a stale neighbour along."""
+    queries, keys, stride = _queries(scratch), _keys(scratch, dim), 4 * KEY_BLOCK
+    for tile in range(0, count, 2):
+        key, out, row = keys + tile * tiles.TILE_KEYS * dim * 2, scratch + tile * 64, 0
+        while row < rows:
+            query, here, left = queries + row * dim * 2, out + row * stride, rows - row
+            if left >= 12:
+                _scores_12(query, key, dim, here, stride)
+                row += 12
+            elif left >= 6:
+                _scores_6(query, key, dim, here, stride)
+                row += 6
+            elif left >= 4:
+                _scores_4(query, key, dim, here, stride)
+                row += 4
+            elif left >= 3:
+                _scores_3(query, key, dim, here, stride)
+                row += 3
+            elif left >= 2:
+                _scores_2(query, key, dim, here, stride)
+                row += 2
+            else:
+                _scores_1(query, key, dim, here, stride)
+                row += 1
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _mask(scratch, rows, group, first, begin, count, window):  # type: ignore[no-untyped-def]
+    """Take from each row the keys behind its query, and those before its window. Keys of the block begin at ``begin``."""
+    columns = count * tiles.TILE_KEYS
+    for row in range(rows):
+        last = first + row // group - begin  # the query's own key, as a column
+        line = scratch + row * 4 * KEY_BLOCK
+        for column in range(max(last + 1, 0), columns):
+            set_real(line + 4 * column, _UNSEEN)
+        if window:
+            for column in range(min(last + 1 - window, columns)):
+                set_real(line + 4 * column, _UNSEEN)
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _soften(model, scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+    """Scores to weights; what was summed so far is rescaled where a row's maximum rose."""
+    scale = model.score_scale
+    for row in range(rows):
+        line, high, total = scratch + row * 4 * KEY_BLOCK, scratch + 4 * (_HIGHEST + row), scratch + 4 * (_TOTAL + row)
+        old = real(high)
+        top = max(tiles.row_highest(line, count), old)
+        if top > old:
+            shrink = exp2_of((old - top) * scale)
+            set_real(high, top)
+            set_real(total, real(total) * shrink)
+            tiles.row_scale(_sums(scratch, dim) + row * dim * 4, dim // 16, shrink)
+        weights = scratch + 4 * _WEIGHTS + row * 2 * KEY_BLOCK
+        set_real(total, real(total) + tiles.row_weights(line, count, top, scale, weights))
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _weigh(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+    """Add the weighted values, 64 columns at a time."""
+    pairs, stride = count * tiles.TILE_KEYS // 2, 2 * KEY_BLOCK
+    for column in range(0, dim - dim % 64, 64):
+        value, row = _values(scratch, dim) + column * 4, 0
+        while row < rows:
+            weight, out, left = (
+                scratch + 4 * _WEIGHTS + row * stride,
+                _sums(scratch, dim) + (row * dim + column) * 4,
+                rows - row,
+            )
+            if left >= 6:
+                _weighted_6(weight, stride, value, dim * 4, pairs, out, dim * 4)
+                row += 6
+            elif left >= 4:
+                _weighted_4(weight, stride, value, dim * 4, pairs, out, dim * 4)
+                row += 4
+            elif left >= 3:
+                _weighted_3(weight, stride, value, dim * 4, pairs, out, dim * 4)
+                row += 3
+            elif left >= 2:
+                _weighted_2(weight, stride, value, dim * 4, pairs, out, dim * 4)
+                row += 2
+            else:
+                _weighted_1(weight, stride, value, dim * 4, pairs, out, dim * 4)
+                row += 1
+    if dim % 64:
+        _weigh_half(scratch, dim, rows, pairs, stride)
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _weigh_half(scratch, dim, rows, pairs, stride):  # type: ignore[no-untyped-def]
+    """The last 32 columns of a head whose size is no multiple of 64."""
+    value, row = _values(scratch, dim) + (dim - 32) * 4, 0
+    while row < rows:
+        weight, out, left = scratch + 4 * _WEIGHTS + row * stride, _sums(scratch, dim) + (row * dim + dim - 32) * 4, rows - row
+        if left >= 6:
+            _half_6(weight, stride, value, dim * 4, pairs, out, dim * 4)
+            row += 6
+        elif left >= 3:
+            _half_3(weight, stride, value, dim * 4, pairs, out, dim * 4)
+            row += 3
+        else:
+            _half_1(weight, stride, value, dim * 4, pairs, out, dim * 4)
+            row += 1
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _attend_range(model, layer, task, table, window, begin, end, scratch):  # type: ignore[no-untyped-def]
+    """Sums, maxima and totals of one range into scratch; rows that see no key of it keep a maximum of ``_UNSEEN``."""
+    dim, group = model.head_dim, model.heads // model.kv_heads
+    rows = task.count * group
+    tiles.row_zero(_sums(scratch, dim), rows * dim // 16)
+    for row in range(rows):
+        set_real(scratch + 4 * (_HIGHEST + row), _UNSEEN)
+        set_real(scratch + 4 * (_TOTAL + row), np.float32(0.0))
+    if window:
+        first_seen = max(task.position + 1 - window, 0)
+        begin = max(begin, first_seen // KEY_BLOCK * KEY_BLOCK)
+    last = task.position + task.count - 1
+    for block in range(begin, end, KEY_BLOCK):
+        stop = min(block + KEY_BLOCK, end)
+        count = _pack(model, layer, task.head, table, block, stop, scratch)
+        _score(scratch, dim, rows, count)
+        if model.softcap > 0:
+            for row in range(rows):
+                tiles.row_cap(scratch + row * 4 * KEY_BLOCK, count, model.scaling, model.softcap)
+        if block + count * tiles.TILE_KEYS > task.position + 1 or (window and block < last + 1 - window):
+            _mask(scratch, rows, group, task.position, block, count, window)
+        _soften(model, scratch, dim, rows, count)
+        _weigh(scratch, dim, rows, count)
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _merge(model, row, sums, highest, total, more, more_highest, more_total):  # type: ignore[no-untyped-def]
+    """Add a range to what the ranges before it made of a row; returns its new maximum and total. All but two are addresses."""
+    top = max(highest, more_highest)
+    mine, theirs = exp2_of((highest - top) * model.score_scale), exp2_of((more_highest - top) * model.score_scale)
+    tiles.row_merge(sums, more, model.head_dim // 16, mine, theirs)
+    return top, total * mine + more_total * theirs
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _take_queries(model, work, task, scratch):  # type: ignore[no-untyped-def]
+    dim, group = model.head_dim, model.heads // model.kv_heads
+    for i in range(task.count):
+        source = work.queries + ((task.token + i) * model.heads + task.head * group) * dim * 2
+        tiles.row_copy(source, group * dim // 32, _queries(scratch) + i * group * dim * 2)
+
+
+@njit(**INLINE)  # type: ignore[untyped-decorator]
+def _place_of(model, work, token, head, row):  # type: ignore[no-untyped-def]
+    """Where the result of a row goes."""
+    group = model.heads // model.kv_heads
+    at = (token + row // group) * model.heads + head * group + row % group
+    return work.attended + at * model.head_dim * 2
+
+
+@njit(**FLAGS)  # type: ignore[untyped-decorator]
+def attend(model, work, layer, window, task, scratch):  # type: ignore[no-untyped-def]
+    """One task: its range to ``partials``, or the end of its rows to ``attended``."""
+    dim = model.head_dim
+    rows = task.count * (model.heads // model.kv_heads)
+    table = work.tables + 8 * task.table
+    _take_queries(model, work, task, scratch)
+    if task.partial >= 0:
+        _attend_range(model, layer, task, table, window, task.begin, task.end, scratch)
+        out = work.partials + 4 * task.partial
+        tiles.row_copy(_sums(scratch, dim), rows * dim // 16, out)
+        for row in range(rows):
+            set_real(out + 4 * (rows * dim + row), real(scratch + 4 * (_HIGHEST + row)))
+            set_real(out + 4 * (rows * dim + rows + row), real(scratch + 4 * (_TOTAL + row)))
+        return
+    for begin in range(task.begin, task.end, KEY_RANGE):
+        _attend_range(model, layer, task, table, window, begin, min(begin + KEY_RANGE, task.end), scratch)
+        if begin == task.begin:
+            tiles.row_copy(_sums(scratch, dim), rows * dim // 16, _all_sums(scratch, dim))
+        for row in range(rows):
+            highest, total = real(scratch + 4 * (_HIGHEST + row)), real(scratch + 4 * (_TOTAL + row))
+            if begin > task.begin:
+                sums, more = _all_sums(scratch, dim) + row * dim * 4, _sums(scratch, dim) + row * dim * 4
+                so_far, sum_far = real(scratch + 4 * (_ALL_HIGHEST + row)), real(scratch + 4 * (_ALL_TOTAL + row))
+                highest, total = _merge(model, row, sums, so_far, sum_far, more, highest, total)
+            set_real(scratch + 4 * (_ALL_HIGHEST + row), highest)
+            set_real(scratch + 4 * (_ALL_TOTAL + row), total)
+    for row in range(rows):
+        scale = np.float32(1.0) / real(scratch + 4 * (_ALL_TOTAL + row))
+        place = _place_of(model, work, task.token, task.head, row)
+        tiles.row_narrow(_all_sums(scratch, dim) + row * dim * 4, dim // 16, scale, place)
+
+
+@njit(**FLAGS)  # type: ignore[untyped-decorator]
+def merge(model, work, unit, row):  # type: ignore[no-untyped-def]
+    """All ranges of one row of a split unit, in order, to ``attended``. The first range's sums are overwritten."""
+    dim = model.head_dim
+    rows = unit.count * (model.heads // model.kv_heads)
+    stride = 4 * rows * (dim + 2)
+    base = work.partials + 4 * unit.partial
+    sums = base + row * dim * 4
+    highest, total = real(base + 4 * (rows * dim + row)), real(base + 4 * (rows * dim + rows + row))
+    for i in range(1, unit.ranges):
+        other = base + i * stride
+        more_highest, more_total = real(other + 4 * (rows * dim + row)), real(other + 4 * (rows * dim + rows + row))
+        highest, total = _merge(model, row, sums, highest, total, other + row * dim * 4, more_highest, more_total)
+    tiles.row_narrow(sums, dim // 16, np.float32(1.0) / total, _place_of(model, work, unit.token, unit.head, row))

@@ -1,0 +1,41 @@
+"""What the compiled step needs of CPU, model and layout."""
+
+from __future__ import annotations
+
+import platform
+
+import llvmlite.binding as llvm
+import torch
+
+from moonpool.core.layout import KVLayout
+from moonpool.engine.compiled.tiles import TILE_KEYS
+from moonpool.engine.recipe import Recipe
+
+QUERY_ROWS = 48  # queries times query heads per K/V head that are attended together
+_CPU = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
+
+
+def unfit(recipe: Recipe, layout: KVLayout) -> str | None:
+    """Why the compiled step cannot compute this here; None: it can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"it is written for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+    features = llvm.get_host_cpu_features()
+    lacking = [name for name in _CPU if not features.get(name)]
+    if lacking:
+        return f"the CPU lacks {', '.join(lacking)}"
+    if recipe.dtype is not torch.bfloat16:
+        return f"model.dtype is {layout.dtype}, it computes bfloat16"
+    if layout.block_tokens % TILE_KEYS:
+        return f"engine.block_tokens {layout.block_tokens} is not a multiple of {TILE_KEYS}"
+    sizes = {
+        "head_dim": (recipe.head_dim, 32),
+        "hidden_size": (recipe.hidden, 16),
+        "intermediate_size": (recipe.intermediate, 16),
+        "(heads + 2 kv_heads) * head_dim": ((recipe.heads + 2 * recipe.kv_heads) * recipe.head_dim, 16),
+    }
+    for name, (size, unit) in sizes.items():
+        if size % unit:
+            return f"{name} {size} is not a multiple of {unit}"
+    if recipe.heads // recipe.kv_heads > QUERY_ROWS:
+        return f"{recipe.heads // recipe.kv_heads} query heads share one K/V head, {QUERY_ROWS} may"
+    return None
