@@ -17,6 +17,7 @@ from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout, local_model
 from moonpool.cluster.process import Made, Say
+from moonpool.cluster.sharing import decided, own_threads
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import key_id, load_hash_key
 from moonpool.core.config import Config
@@ -111,6 +112,7 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
 async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     config = spec.config
     engine, memory = await asyncio.to_thread(_load_engine, spec, say)
+    config = decided(config, engine.backend_name)
     member = replace(
         member,
         layout=engine.layout,
@@ -157,7 +159,8 @@ def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:
 
     budget = memory_budget(spec.config, spec.model_dir)
     say(f"memory: {budget}")
-    engine = load_engine(spec.config, spec.model_dir, threads=spec.threads)
+    own = own_threads(spec.config, spec.role)
+    engine = load_engine(spec.config, spec.model_dir, threads=spec.threads, own_threads=own)
     say(f"engine: {engine.backend_name}" + (f" ({engine.backend_note})" if engine.backend_note else ""))
     return engine, str(budget)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from moonpool.cluster.sharing import torch_threads
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import MemberId, NodeId, Role, checked_name
@@ -35,8 +35,8 @@ class RoleSpec:
 
     @property
     def threads(self) -> int:
-        """Compute threads: two OpenMP pools on the same cores destroy each other, so split workers get one each."""
-        return self.config.engine.threads or ((os.cpu_count() or 1) if self.role is Role.BOTH else 1)
+        """Of PyTorch's kernels."""
+        return torch_threads(self.config, self.role)
 
     def environment(self) -> dict[str, str]:
         """Variables that UCX and OpenMP read once, at their first import. What the user has set already stays."""

@@ -50,14 +50,17 @@ class Gaps:
     def longest_s(self, target_s: float) -> float:
         """The longest next gap with which the mean of the slowest tenth is still within ``target_s``; 0 where none is."""
         judged = min(self._count // 10 + 1, KEPT)  # of one gap more than now: ceil((count + 1) / 10)
-        others = self._slowest[len(self._slowest) - (judged - 1) :]
-        return max(judged * target_s - sum(others), 0.0)
+        slowest = self._slowest[-judged:]
+        if sum(slowest) > judged * target_s:
+            return 0.0
+        return judged * target_s - sum(slowest[len(slowest) - (judged - 1) :])
 
     def room(self, target_s: float, now: float) -> Room:
-        """From ``now`` on; never negative."""
+        """From ``now`` on; never negative. An answer that has missed its target goes on at its steady pace."""
+        steady = STEADY_SHARE * target_s
+        most = MOST_SHARE * self.longest_s(target_s) or steady
         waited = now - self._last
-        most = max(MOST_SHARE * self.longest_s(target_s) - waited, 0.0)
-        return Room(min(max(STEADY_SHARE * target_s - waited, 0.0), most), most)
+        return Room(max(min(steady, most) - waited, 0.0), max(most - waited, 0.0))
 
 
 def tightest(rooms: Iterable[Room]) -> Room:

@@ -34,7 +34,13 @@ class Chosen:
 
 
 def choose(
-    config: Config, model_dir: Path, model: torch.nn.Module, facts: ModelFacts, memory: PageTensor, threads: int
+    config: Config,
+    model_dir: Path,
+    model: torch.nn.Module,
+    facts: ModelFacts,
+    memory: PageTensor,
+    threads: int,
+    own_threads: int,
 ) -> Chosen:
     """A backend over ``memory``, which is zero afterwards. It owns ``model``, whose weights may have moved into it.
 
@@ -52,7 +58,7 @@ def choose(
     if recipe is None:
         return _without_recipe(config, model, plain)
     plain.backend.close()
-    chosen = _fastest(config, recipe, memory, threads)
+    chosen = _fastest(config, recipe, memory, threads, own_threads)
     apart, limit = difference(trial.answers(chosen.backend), want), LIMITS[memory.layout.dtype]
     if apart <= limit:
         return chosen
@@ -65,9 +71,9 @@ def choose(
     return Chosen(ModuleBackend(load_model(config, model_dir)[0], memory), threads, f"{name}: {what}")
 
 
-def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen:
+def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, own_threads: int) -> Chosen:
     if config.engine.backend == "compiled":
-        compiled = _compiled(config, recipe, memory, threads)
+        compiled = _compiled(config, recipe, memory, own_threads)
         if isinstance(compiled, Chosen):
             return compiled
         raise _cannot("compiled", compiled)

@@ -168,11 +168,18 @@ def _last(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
 
 
 def load_engine(
-    config: Config, model_dir: Path, *, threads: int, pages: int | None = None, cache: Path | None = None
+    config: Config,
+    model_dir: Path,
+    *,
+    threads: int,
+    own_threads: int | None = None,
+    pages: int | None = None,
+    cache: Path | None = None,
 ) -> Engine:
     """Load ``model_dir``. UnsupportedModel names what the engine refuses; ConfigError: files or memory are missing.
 
-    ``pages`` overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
+    ``threads``: of PyTorch's kernels; ``own_threads``: of a backend that has its own, as many where not given. ``pages``
+    overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
     """
     budget = memory_budget(config, model_dir, pages=pages)
     budget.require()
@@ -184,7 +191,7 @@ def load_engine(
     layout = KVLayout(fingerprint, facts.layers, facts.kv_heads, facts.head_dim, config.model.dtype, config.engine.block_tokens)
     memory = PageTensor(layout, budget.pages)
     return Engine(
-        choose(config, model_dir, model, facts, memory, threads),
+        choose(config, model_dir, model, facts, memory, threads, own_threads or threads),
         memory,
         max_context=facts.max_context,
         vocab_size=facts.vocab_size,

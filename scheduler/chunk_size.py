@@ -1,9 +1,8 @@
 """How many tokens of a prompt fit into a step beside answers that wait for it, from what steps took on this worker. Pure.
 
-A step's time is a sum of five terms, learned by recursive least squares with forgetting (Ljung, System Identification, 1999,
-section 11.2) on relative errors. Directions in which nothing was measured lately forget no further than the first guess
-was unsure, so an hour of plain decode steps does not make the cost of a prompt's token wander. One step that took far longer or
-shorter than expected moves the estimate as far as three standard deviations would.
+A step's time is a sum of five terms, fitted online (``scheduler.estimates``), times how much slower steps were lately: a fit
+over hundreds of steps does not see at once that somebody else uses the cores. What was never measured costs what was guessed,
+so chunks grow from a small one on by what was measured.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ from dataclasses import dataclass
 from math import ceil, inf, isfinite, sqrt
 
 from moonpool.core.gaps import Room
+from moonpool.scheduler.estimates import PLAUSIBLE_S, OnlineFit
 
 # A base, an answer's row, a token of its context, a prompt's token, a pair of such a token and one it attends to: seconds.
 GUESS = (5e-3, 1e-3, 1e-7, 1e-3, 1e-7)
-UNSURE = 100.0  # standard deviation of the guess, times the guess
-NOISE = 0.1  # of one measurement, relative
-FORGET = 0.99  # what a measurement weighs, for each one after it
-MOST_DEVIATIONS = 3.0
-PLAUSIBLE_S = (1e-6, 1e5)
+GUESS_WEIGHT = 1e-4  # in measurements: it decides what they leave open
+SURPRISES = 2.0  # steps outside the bounds of the fit until it is made anew: chunks are sized by it at once
 FIRST_TRY = 64  # tokens of the first chunk, and growth by so many times from then on: no leap beyond what was measured
 GROWTH = 2
+GAIN = 0.1  # of one step in what they take lately, as a power;
+MOST_OFF = 2.0  # and a single one counts as at most so many times slower or faster
 ENOUGH = 1 << 20  # tokens, where nothing limits them
 
 
@@ -44,40 +43,29 @@ class Work:
 
     @property
     def terms(self) -> tuple[float, ...]:
-        """In units of ``GUESS``."""
-        return tuple(g * n for g, n in zip(GUESS, (1.0, self.rows, self.context, self.tokens, self.pairs), strict=True))
+        return (1.0, float(self.rows), float(self.context), float(self.tokens), self.pairs)
 
 
 class StepCost:
-    """What a step takes here. Sane from the first one on; each measurement costs some ten microseconds."""
+    """What a step takes here: sane from the first one on."""
 
     def __init__(self) -> None:
-        n = len(GUESS)
-        self._times = [1.0] * n  # of the guess
-        self._unsure = [[UNSURE**2 if i == j else 0.0 for j in range(n)] for i in range(n)]  # covariance of ``_times``
+        self._online = OnlineFit(GUESS, GUESS, seed_weight=GUESS_WEIGHT, surprises=SURPRISES)
+        self._lately = 1.0  # measured over fitted
         self._largest = 0  # tokens of a chunk that was measured
 
     def add(self, work: Work, seconds: float) -> None:
         """``work`` took ``seconds``; what is impossible is skipped."""
         if not PLAUSIBLE_S[0] <= seconds <= PLAUSIBLE_S[1]:
             return
+        expected = self.seconds(work)
+        if expected > 0.0:
+            self._lately *= min(max(seconds / expected, 1.0 / MOST_OFF), MOST_OFF) ** GAIN
+        self._online.add(work.terms, seconds, work.context + work.tokens)
         self._largest = max(self._largest, work.tokens)
-        x = [term / seconds for term in work.terms]
-        px = [sum(p * value for p, value in zip(row, x, strict=True)) for row in self._unsure]
-        variance = NOISE**2 + sum(a * b for a, b in zip(px, x, strict=True))
-        error = 1.0 - sum(t * value for t, value in zip(self._times, x, strict=True))
-        most = MOST_DEVIATIONS * sqrt(variance)
-        error = min(max(error, -most), most)
-        self._times = [max(t + p * error / variance, 0.0) for t, p in zip(self._times, px, strict=True)]
-        self._unsure = _bounded(
-            [
-                [(p - a * b / variance) / FORGET for p, b in zip(row, px, strict=True)]
-                for row, a in zip(self._unsure, px, strict=True)
-            ]
-        )
 
     def seconds(self, work: Work) -> float:
-        return sum(t * term for t, term in zip(self._times, work.terms, strict=True))
+        return self._lately * sum(c * term for c, term in zip(self._online.fit.coefficients, work.terms, strict=True))
 
     def prompt_seconds(self, start: int, end: int, chunk: int) -> float:
         """Tokens [start, end) of a prompt by themselves, ``chunk`` at a time."""
@@ -89,8 +77,8 @@ class StepCost:
         rest = limit_s - self.seconds(beside)
         if rest <= 0.0:
             return 0
-        pair = self._times[4] * GUESS[4]
-        token = self._times[3] * GUESS[3] + pair * (start + 0.5)
+        token, pair = (self._lately * c for c in self._online.fit.coefficients[3:])
+        token += pair * (start + 0.5)
         if not isfinite(rest) or token <= 0.0:
             return self._reach(ENOUGH)
         # token n + pair n^2 / 2 = rest
@@ -98,12 +86,6 @@ class StepCost:
 
     def _reach(self, tokens: int) -> int:
         return min(tokens, max(FIRST_TRY, GROWTH * self._largest))
-
-
-def _bounded(unsure: list[list[float]]) -> list[list[float]]:
-    """Nothing is less sure than at first. Scaling rows and columns alike keeps a covariance one."""
-    by = [min(1.0, UNSURE / sqrt(max(unsure[i][i], 1e-300))) for i in range(len(unsure))]
-    return [[p * a * b for p, b in zip(row, by, strict=True)] for row, a in zip(unsure, by, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +112,13 @@ class Chunking:
         """
         if room.free:
             return self.most
-        steady = cost.tokens_within(room.steady_s, beside, prompt.done)
-        if self._late(cost, room, prompt, max(steady, self.least)):
-            steady = cost.tokens_within(room.most_s, beside, prompt.done)
-        return min(steady, self.most)
+        limit_s = room.most_s if self._hurries(cost, beside, room, prompt) else room.steady_s
+        return min(cost.tokens_within(limit_s, beside, prompt.done), self.most)
 
-    def _late(self, cost: StepCost, room: Room, prompt: Prompt, steady: int) -> bool:
+    def _hurries(self, cost: StepCost, beside: Work, room: Room, prompt: Prompt) -> bool:
         if prompt.due_s == inf:
             return False
-        steps = ceil((prompt.total - prompt.done) / min(steady, self.most))
-        return steps * room.steady_s > prompt.due_s >= cost.prompt_seconds(prompt.done, prompt.total, self.most)
+        beside_s = cost.seconds(beside)
+        share = max(room.steady_s - beside_s, 0.0) / room.steady_s if room.steady_s > 0.0 else 0.0  # of each step
+        alone_s = cost.prompt_seconds(prompt.done, prompt.total, self.most)
+        return alone_s <= prompt.due_s and alone_s > share * prompt.due_s

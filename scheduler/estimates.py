@@ -66,10 +66,19 @@ class OnlineFit:
 
     Jobs are alike when each of their features has the same power of two: a busy hour of one kind then does not push out
     what is known of the others. ``guess`` ranks jobs while there are fewer than ``MIN_SAMPLES`` measurements; a ``seed``,
-    computed for this model and machine, does so too and stays in the fit as ``SEED_WEIGHT`` measurements.
+    computed for this model and machine, does so too and stays in the fit as ``seed_weight`` measurements. ``surprises``: a fit
+    is made anew after so many measurements outside its bounds.
     """
 
-    def __init__(self, guess: Sequence[float], seed: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        guess: Sequence[float],
+        seed: Sequence[float] | None = None,
+        *,
+        seed_weight: float = SEED_WEIGHT,
+        surprises: float = SURPRISES,
+    ) -> None:
+        self._seed_weight, self._surprises = seed_weight, surprises
         self._seed = None if seed is None else np.array(seed, np.float64)
         self._kinds: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}  # kind -> rows of (*features, seconds, number)
         self._samples = 0
@@ -100,7 +109,7 @@ class OnlineFit:
         estimated = sum(c * f for c, f in zip(fit.coefficients, features, strict=True))
         inside = fit.ratios[0] * estimated <= seconds <= fit.ratios[-1] * estimated
         self._surprise = max(0.0, self._surprise - 0.25) if inside else self._surprise + 1.0
-        if self._surprise >= SURPRISES:
+        if self._surprise >= self._surprises:
             self._due = self._samples
 
     @property
@@ -119,7 +128,7 @@ class OnlineFit:
         fresh = np.maximum(0.5 ** ((self._samples - table[:, -1]) / HALF_LIFE), OLD_WEIGHT)
         weights = fresh
         for _ in range(2):
-            coefficients = _non_negative(rows, weights, self._seed)
+            coefficients = _non_negative(rows, weights, self._seed, self._seed_weight)
             residuals = 1.0 - rows @ coefficients
             weights = fresh * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9))
         ratios = 1.0 / np.maximum(rows @ coefficients, 1e-9)  # the rows are in units of the measured time
@@ -135,10 +144,10 @@ def _subsets(features: int) -> Vector:
     return ((numbers[:, None] >> np.arange(features)) & 1).astype(np.float64)
 
 
-def _non_negative(rows: Vector, weights: Vector, seed: Vector | None) -> Vector:
-    """Weighted non-negative least squares towards 1. At most four features, so every active set is solved and compared.
+def _non_negative(rows: Vector, weights: Vector, seed: Vector | None, seed_weight: float) -> Vector:
+    """Weighted non-negative least squares towards 1. At most five features, so every active set is solved and compared.
 
-    ``seed`` draws the coefficients towards it with the weight of ``SEED_WEIGHT`` rows.
+    ``seed`` draws the coefficients towards it with the weight of ``seed_weight`` rows.
     """
     scale = np.sqrt((rows**2).mean(axis=0))
     scale[scale == 0.0] = 1.0
@@ -148,8 +157,8 @@ def _non_negative(rows: Vector, weights: Vector, seed: Vector | None) -> Vector:
     gram[np.diag_indices_from(gram)] += 1e-12
     right = x.T @ weights
     if seed is not None:
-        gram[np.diag_indices_from(gram)] += SEED_WEIGHT
-        right += SEED_WEIGHT * seed * scale
+        gram[np.diag_indices_from(gram)] += seed_weight
+        right += seed_weight * seed * scale
     chosen = _subsets(x.shape[1])
     among = gram * chosen[:, :, None] * chosen[:, None, :] + np.eye(x.shape[1]) * (1.0 - chosen)[:, :, None]
     solutions = np.linalg.solve(among, (right * chosen)[:, :, None])[:, :, 0]

@@ -60,10 +60,11 @@ class Run:
             seq.tokens.append(n)  # the first token
         self.release(self.batcher.join(seq, n))
 
-    def step(self) -> bool:
+    def step(self, room: int | None = None) -> bool:
+        """``room``: tokens of each prompt that may join; None: as many as there may be."""
         running = [s for s in self.wants if s.phase is Phase.RUNNING]
         oldest = min(running, key=lambda s: s.order, default=None)
-        step = self.batcher.plan()
+        step = self.batcher.plan(None if room is None else lambda rows, sequence: room - len(rows))
         assert oldest is None or oldest.phase is Phase.RUNNING, "the oldest running sequence was preempted"
         if step is None:
             return False
@@ -131,7 +132,7 @@ def test_random_loads_end_with_every_token_computed_and_every_page_back(
         elif what == "join" and run.filling:
             run.join()
         elif what == "step":
-            run.step()
+            run.step(None if kind == 2 else tokens)
         elif what == "end" and run.wants:
             run.finish(sorted(run.wants, key=lambda s: s.order)[tokens % len(run.wants)])
     run.drain()

@@ -1,0 +1,50 @@
+"""How the computing workers of one host share its cores: threads of each, and whether they take turns.
+
+Two teams of OpenMP threads on the same cores destroy each other, whoever's turn it is: idle threads of one spin for a while.
+So with PyTorch's kernels each of several workers has a thread of its own and no turns. The compiled backend's threads sleep
+between steps: there everybody has all cores, in turns (``core.permit``).
+"""
+
+from __future__ import annotations
+
+import os
+
+from moonpool.core.config import Config
+from moonpool.core.ids import Role
+
+OWN_THREADS = "compiled"  # the backend whose threads are its own
+
+
+def cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def computing(config: Config) -> int:
+    """Workers with an engine in the whole layout: a host has all of them, or others limit what each may use."""
+    return sum(node.prefill + node.decode + node.both for node in config.cluster.nodes)
+
+
+def torch_threads(config: Config, role: Role) -> int:
+    """Of PyTorch's kernels."""
+    everything = role is Role.BOTH or config.engine.permit == "on"
+    return config.engine.threads or (cores() if everything else 1)
+
+
+def own_threads(config: Config, role: Role) -> int:
+    """Of the backend that has threads of its own."""
+    alone = role is not Role.BOTH and config.engine.permit == "off"
+    return config.engine.threads or (1 if alone else cores())
+
+
+def takes_turns(config: Config, backend: str) -> bool:
+    """Whether a worker with this backend asks for its host's compute permit."""
+    if config.engine.permit != "auto":
+        return config.engine.permit == "on"
+    return backend == OWN_THREADS and not config.engine.threads and computing(config) > 1
+
+
+def decided(config: Config, backend: str) -> Config:
+    """With ``engine.permit`` on or off."""
+    permit = "on" if takes_turns(config, backend) else "off"
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"permit": permit})})

@@ -1,0 +1,43 @@
+"""How workers of one host share its cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from moonpool.cluster.sharing import computing, cores, decided, own_threads, torch_threads
+from moonpool.core.config import ClusterConfig, Config, EngineConfig, NodeConfig
+from moonpool.core.ids import Role
+
+SPLIT = (NodeConfig(name="a", prefill=1), NodeConfig(name="b", decode=1, conductor=1, gateway=1))
+BOTH = (NodeConfig(name="a", both=1, conductor=1, gateway=1),)
+
+
+def config(nodes: tuple[NodeConfig, ...], **engine: object) -> Config:
+    return Config(engine=EngineConfig.model_validate(engine), cluster=ClusterConfig(nodes=nodes))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "engine", "backend", "permit"),
+    [
+        (SPLIT, {}, "compiled", "on"),
+        (SPLIT, {}, "fused", "off"),
+        (SPLIT, {"threads": 1}, "compiled", "off"),
+        (SPLIT, {"permit": "off"}, "compiled", "off"),
+        (SPLIT, {"permit": "on", "threads": 2}, "torch", "on"),
+        (BOTH, {}, "compiled", "off"),
+    ],
+)
+def test_several_workers_take_turns_where_their_threads_sleep_between_steps(
+    nodes: tuple[NodeConfig, ...], engine: dict[str, object], backend: str, permit: str
+) -> None:
+    assert decided(config(nodes, **engine), backend).engine.permit == permit
+
+
+def test_threads_of_each_kind() -> None:
+    split = config(SPLIT)
+    assert [torch_threads(split, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH)] == [1, 1, cores()]
+    assert [own_threads(split, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH)] == [cores()] * 3
+    assert own_threads(config(SPLIT, permit="off"), Role.PREFILL) == 1
+    assert torch_threads(config(SPLIT, permit="on"), Role.PREFILL) == cores()
+    assert [own_threads(config(SPLIT, threads=3), Role.PREFILL), torch_threads(config(BOTH, threads=3), Role.BOTH)] == [3, 3]
+    assert computing(split) == 2
