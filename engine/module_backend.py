@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from moonpool.engine.backends import Hook, Span
+from moonpool.engine.paged_kernels import compiled_attention
 from moonpool.engine.torch_backend import PageTensor, TorchStep
 
 
@@ -16,6 +17,7 @@ class ModuleBackend:
     name = "torch"
 
     def __init__(self, model: torch.nn.Module, memory: PageTensor) -> None:
+        compiled_attention(memory.layout.dtype)  # takes seconds the first time on a machine: not in somebody's first token
         self._model = model
         self._memory = memory
 

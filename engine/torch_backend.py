@@ -1,8 +1,8 @@
 """Reference attention over paged K/V with plain PyTorch.
 
-Rows of one token (decode) are grouped by length and attended together; longer rows (prefill chunks) attend to their own
+Rows of one token (decode) are for the kernels of ``paged_attention``; longer rows (prefill chunks) attend to their own
 K/V, which are at hand, and to the gathered prefix, and the two results are merged by their log-sum-exp (as in
-FlashAttention, Dao et al., 2022). Layers with a window or a soft cap take the plain path ``_attend_blocks``.
+FlashAttention, Dao et al., 2022). Chunks of layers with a window or a soft cap take the plain path ``_attend_blocks``.
 
 Nothing outside a row's tokens reaches a result: what a gathered page holds beyond them may be anything, NaN included.
 """
@@ -10,7 +10,6 @@ Nothing outside a row's tokens reaches a result: what a gathered page holds beyo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,19 +19,19 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
 from moonpool.engine.attention import AttentionCall
 from moonpool.engine.backends import Hook, Span
+from moonpool.engine.paged_attention import DecodeRows
 
-GROUP_BYTES = 4 << 20  # K and V gathered at once: small enough to be attended while still in cache
 QUERY_BLOCK = 128  # queries per block on the plain path
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class PageTensor:
-    """``[pages + 1, layers, 2, kv_heads, block_tokens, head_dim]``; the last page pads tables and is always zero."""
+    """``[pages, layers, 2, kv_heads, block_tokens, head_dim]``."""
 
     def __init__(self, layout: KVLayout, pages: int) -> None:
         self.layout = layout
         self.pages = pages
-        shape = (pages + 1, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
+        shape = (pages, layout.layers, 2, layout.kv_heads, layout.block_tokens, layout.head_dim)
         self.tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
         self.rows = self.tensor.view(-1, layout.head_dim)  # one token of one head
         self.planes = self.tensor.view(-1, layout.block_tokens * layout.head_dim)  # K or V of one head of one page
@@ -60,26 +59,6 @@ class PageTensor:
         return self.planes.index_select(0, index + layer * 2 * heads).view(2, batch, heads, -1, self.layout.head_dim)
 
 
-@dataclass(slots=True)
-class _Gather:
-    """How to collect the keys of one group of rows for one window; the same for every layer."""
-
-    index: torch.Tensor
-    low: int  # a single row's first visible key in the gathered tokens, and one past its last
-    high: int
-    mask: torch.Tensor | None = None  # several rows: [batch, 1, 1, tokens], 0 or -inf
-    stale: torch.Tensor | None = None  # gathered token rows beyond the rows' ends, cleared before use
-
-
-@dataclass(slots=True)
-class _DecodeGroup:
-    """Rows of one token each, attended together."""
-
-    spans: list[Span]
-    where: torch.Tensor | None  # token indices; None: the whole step
-    gathers: dict[int | None, _Gather] = field(default_factory=dict)  # by window
-
-
 class TorchStep:
     """One forward pass over ``spans``: what ``engine.attention`` calls in every layer."""
 
@@ -91,7 +70,8 @@ class TorchStep:
         self._write = pages.slot_rows(spans)
         self._stride = 2 * pages.layout.kv_heads * pages.layout.block_tokens
         self._chunks = [span for span in spans if span.count > 1]
-        self._groups = self._group([span for span in spans if span.count == 1])
+        singles = [span for span in spans if span.count == 1]
+        self._decode = DecodeRows(pages.layout, pages.tensor, singles) if singles else None
         self._prefixes: dict[int, torch.Tensor] = {}
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
@@ -102,93 +82,19 @@ class TorchStep:
         pages.rows.index_copy_(0, self._write + layer * self._stride, fresh)
         if self._on_layer is not None:
             self._on_layer(layer)
-        if call.softcap is not None:
-            return self._join(call, [(span, self._attend_blocks(layer, call, span)) for span in self._spans], [])
-        if len(self._groups) == 1 and self._groups[0].where is None:
-            return self._attend_group(layer, call, self._groups[0])
-        grouped = [(group, self._attend_group(layer, call, group)) for group in self._groups]
-        return self._join(call, [(span, self._attend_chunk(layer, call, span)) for span in self._chunks], grouped)
-
-    def _join(
-        self,
-        call: AttentionCall,
-        chunks: list[tuple[Span, torch.Tensor]],
-        grouped: list[tuple[_DecodeGroup, torch.Tensor]],
-    ) -> torch.Tensor:
-        if len(chunks) == 1 and not grouped:
-            return chunks[0][1]
+        if len(self._spans) == 1 and self._decode is None:
+            return self._attend_chunk(layer, call, self._spans[0])
         heads, tokens, dim = call.query.shape
         out = call.query.new_empty((tokens, heads, dim))
-        for span, part in chunks:
-            out[span.first : span.first + span.count] = part
-        for group, part in grouped:
-            assert group.where is not None
-            out.index_copy_(0, group.where, part)
+        if self._decode is not None:
+            self._decode.attend(layer, call, out)
+        for span in self._chunks:
+            out[span.first : span.first + span.count] = self._attend_chunk(layer, call, span)
         return out
-
-    def _group(self, singles: list[Span]) -> list[_DecodeGroup]:
-        """Rows of like length together: padding stays under a quarter, a group under ``GROUP_BYTES``."""
-        layout = self._pages.layout
-        most = max(1, GROUP_BYTES // layout.slice_bytes)
-        groups: list[list[Span]] = []
-        for span in sorted(singles, key=lambda s: -len(s.table)):
-            longest = len(groups[-1][0].table) if groups else 0
-            if groups and len(span.table) * 5 + 5 >= longest * 4 and (len(groups[-1]) + 1) * longest <= most:
-                groups[-1].append(span)
-            else:
-                groups.append([span])
-        whole = len(groups) == 1 and not self._chunks
-        if whole:
-            return [_DecodeGroup(singles, None)]
-        return [_DecodeGroup(g, torch.tensor([s.first for s in g])) for g in groups]
-
-    def _attend_group(self, layer: int, call: AttentionCall, group: _DecodeGroup) -> torch.Tensor:
-        """[batch, heads, head_dim]. The query heads that share a K/V head are its queries, so K and V are never repeated."""
-        query = call.query if group.where is None else call.query.index_select(1, group.where)
-        heads, batch, dim = query.shape
-        gather = group.gathers.get(call.window)
-        if gather is None:
-            gather = group.gathers[call.window] = self._plan_gather(group.spans, call.window, query.dtype)
-        kv = self._pages.gather(gather.index, layer, batch)
-        if gather.stale is not None:
-            kv.view(-1, dim).index_fill_(0, gather.stale, 0)
-        kv_heads = self._pages.layout.kv_heads
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, dim),
-            kv[0, :, :, gather.low : gather.high],
-            kv[1, :, :, gather.low : gather.high],
-            attn_mask=gather.mask,
-            scale=call.scaling,
-        )
-        return out.reshape(batch, heads, dim)
-
-    def _plan_gather(self, spans: list[Span], window: int | None, dtype: torch.dtype) -> _Gather:
-        size = self._pages.layout.block_tokens
-        low = [0 if window is None else max(0, span.end - window) for span in spans]
-        skip = [at // size for at in low]  # whole pages before the window are not gathered
-        n = max(blocks_for(span.end, size) - s for span, s in zip(spans, skip, strict=True))
-        tables = np.full((len(spans), n), self._pages.pages, dtype=np.int64)
-        for i, (span, s) in enumerate(zip(spans, skip, strict=True)):
-            used = span.table[s : blocks_for(span.end, size)]
-            tables[i, : len(used)] = used
-        index = self._pages.page_index(tables)
-        first = np.array(low) - np.array(skip) * size
-        last = np.array([span.end for span in spans]) - np.array(skip) * size
-        if len(spans) == 1:
-            return _Gather(index, int(first[0]), int(last[0]))
-        at = np.arange(n * size)
-        seen = torch.from_numpy((at >= first[:, None]) & (at < last[:, None]))
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-        ends = -(-last // size) * size
-        row, token = np.nonzero((at >= last[:, None]) & (at < ends[:, None]))
-        heads = self._pages.layout.kv_heads
-        plane = np.arange(2)[:, None] * len(spans) * heads + np.arange(heads)  # of row 0
-        stale = (plane.reshape(-1, 1) + row * heads) * (n * size) + token
-        return _Gather(index, 0, n * size, mask[:, None, None, :], torch.from_numpy(stale.reshape(-1)))
 
     def _attend_chunk(self, layer: int, call: AttentionCall, span: Span) -> torch.Tensor:
         """[count, heads, head_dim] of a row of several tokens."""
-        if call.window is not None and span.end > call.window:
+        if call.softcap is not None or (call.window is not None and span.end > call.window):
             return self._attend_blocks(layer, call, span)
         kv_heads = self._pages.layout.kv_heads
         here = slice(span.first, span.first + span.count)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
-from moonpool.engine import torch_backend
 from moonpool.engine.attention import AttentionCall
 from moonpool.engine.backends import Span
 from moonpool.engine.torch_backend import PageTensor, TorchStep
@@ -89,25 +88,6 @@ def _fill(pages: torch.Tensor, table: np.ndarray, kv: torch.Tensor) -> None:
     size = pages.shape[4]
     for t in range(kv.shape[3]):
         pages[int(table[t // size]), :, :, :, t % size] = kv[:, :, :, t]
-
-
-def test_decode_rows_of_very_different_length_are_attended_in_several_groups() -> None:
-    layout = KVLayout("", 1, 2, 16, "float32", 16)
-    memory = PageTensor(layout, 400)
-    ends = [1, 3, 17, 33, 34, 40, 160, 1600, 1601, 1700]
-    spans, next_page = [], 0
-    for i, end in enumerate(ends):
-        n = blocks_for(end, 16)
-        spans.append(Span(i, 1, end - 1, np.arange(next_page, next_page + n)))
-        next_page += n
-    step = TorchStep(memory, spans, None, None)
-    sizes = sorted(len(group.spans) for group in step._groups)
-    assert sum(sizes) == len(ends)
-    assert 3 <= len(sizes) < len(ends)
-    for group in step._groups:
-        lengths = [len(span.table) for span in group.spans]
-        assert len(lengths) * max(lengths) * layout.slice_bytes <= torch_backend.GROUP_BYTES
-        assert max(lengths) <= min(lengths) * 1.25 + 2
 
 
 def test_bfloat16_stays_near_dense_attention() -> None:
