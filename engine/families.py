@@ -182,35 +182,38 @@ def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
 def _as_known(model: nn.Module, family: _Family) -> bool:
     """Whether every module below ``model`` is one that the family's layers are made of, in the places they stand in."""
     root: Any = model
-    decoder: Any = root.model
-    if set(dict(model.named_children())) != {"model", "lm_head"} or type(decoder) is not family.decoder:
+    decoder, head = root.model, root.lm_head
+    if _names(model) != {"model", "lm_head"} or not _are([(decoder, family.decoder), (head, nn.Linear)]):
         return False
-    if set(dict(decoder.named_children())) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
+    if _names(decoder) != {"embed_tokens", "layers", "norm", "rotary_emb"}:
         return False
     outer = [(decoder.embed_tokens, family.embedding), (decoder.norm, family.norm), (decoder.rotary_emb, family.rotary)]
-    if any(type(module) is not kind for module, kind in [*outer, (root.lm_head, nn.Linear)]):
-        return False
-    if len({weight.dtype for weight in model.parameters()}) != 1:
+    if not _are(outer) or not all(_plain(layer, family) for layer in decoder.layers):
         return False
     eps = {_eps(module) for module in model.modules() if type(module) is family.norm}
-    acts = {type(layer.mlp.act_fn) for layer in decoder.layers}
-    return len(eps) == 1 and len(acts) == 1 and acts <= set(_ACTIVATIONS) and all(_plain(one, family) for one in decoder.layers)
+    activations = {type(layer.mlp.act_fn) for layer in decoder.layers}
+    dtypes = {weight.dtype for weight in model.parameters()}
+    return len(eps) == len(activations) == len(dtypes) == 1 and activations <= set(_ACTIVATIONS)
 
 
-def _plain(layer: nn.Module, family: _Family) -> bool:
-    parts = dict(layer.named_children())
-    if set(parts) != _LAYER_PARTS | (_POST_NORM_PARTS if family.post_norms else set()) or type(layer) is not family.layer:
+def _plain(layer: Any, family: _Family) -> bool:
+    if _names(layer) != _LAYER_PARTS | (_POST_NORM_PARTS if family.post_norms else set()):
         return False
-    attention, mlp = parts.pop("self_attn"), parts.pop("mlp")
-    if type(attention) is not family.attention or type(mlp) is not family.mlp:
+    if not _are([(layer, family.layer), (layer.self_attn, family.attention), (layer.mlp, family.mlp)]):
         return False
-    inner = dict(attention.named_children()) | dict(mlp.named_children())
-    inner.pop("act_fn")
-    if not set(inner) <= _ATTENTION_PARTS | _MLP_PARTS:
+    parts = [*layer.named_children(), *layer.self_attn.named_children(), *layer.mlp.named_children()]
+    if not {name for name, _ in parts} <= _LAYER_PARTS | _POST_NORM_PARTS | _ATTENTION_PARTS | _MLP_PARTS:
         return False
-    norms = [*parts.values(), *(module for name, module in inner.items() if name.endswith("_norm"))]
-    linears = [module for name, module in inner.items() if name.endswith("_proj")]
-    return all(type(norm) is family.norm for norm in norms) and all(type(linear) is nn.Linear for linear in linears)
+    norms = [(module, family.norm) for name, module in parts if name.endswith("norm")]
+    return _are(norms + [(module, nn.Linear) for name, module in parts if name.endswith("_proj")])
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _are(modules: list[tuple[nn.Module, type]]) -> bool:
+    return all(type(module) is kind for module, kind in modules)
 
 
 def _asked(model: nn.Module) -> list[AttentionCall]:

@@ -136,11 +136,18 @@ def save_tiny(directory: Path, config: PreTrainedConfig, *, seed: int = 0, shard
 
 
 def load_tiny(
-    directory: Path, *, block: int = 16, pages: int = 48, dtype: str = "float32", poison: bool = False, context: int = 0
+    directory: Path,
+    *,
+    block: int = 16,
+    pages: int = 48,
+    dtype: str = "float32",
+    poison: bool = False,
+    context: int = 0,
+    backend: str = "auto",
 ) -> Engine:
     config = Config(
         model=ModelConfig(path=str(directory), dtype=dtype, max_context=context),
-        engine=EngineConfig(block_tokens=block, poison=poison),
+        engine=EngineConfig(block_tokens=block, poison=poison, backend=backend),
     )
     return load_engine(config, directory, threads=1, pages=pages, cache=directory / "cache")
 

@@ -33,10 +33,13 @@ LENGTHS = (1, 30, 31, 32, 33, 34, 70)
 OUTPUTS = 20
 
 
+@pytest.mark.parametrize("backend", ["fused", "torch"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_logits_equal_the_library_alone_chunked_batched_and_with_prefixes_beyond_the_window(kind: str, tmp_path: Path) -> None:
+def test_logits_equal_the_library_alone_chunked_batched_and_with_prefixes_beyond_the_window(
+    kind: str, backend: str, tmp_path: Path
+) -> None:
     save_tiny(tmp_path, CONFIGS[kind])
-    engine = load_tiny(tmp_path, poison=True, pages=64)
+    engine = load_tiny(tmp_path, poison=True, pages=64, backend=backend)
     ids = [random_ids(n + OUTPUTS, seed=n) for n in LENGTHS]
     prompts, forced = (
         [seq[:n] for seq, n in zip(ids, LENGTHS, strict=True)],
