@@ -153,6 +153,30 @@ def fairness(
     print_figures(measure(FairnessOptions(**chosen({"times": times, "requests": requests, "live": live}))), as_json)
 
 
+@bench.command("sharing")
+def sharing(
+    way: Annotated[
+        list[str] | None, typer.Option("--way", help="both, both_whole, split or split_turns; all of them if left out.")
+    ] = None,
+    answers: Annotated[int | None, typer.Option("--answers", help="That stream all the time.")] = None,
+    prompts: Annotated[int | None, typer.Option("--prompts", help="Long ones in each round.")] = None,
+    gap_ms: Annotated[float | None, typer.Option("--gap-ms", help="Between two ids, that the answers can bear.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", help="Turns of the ways.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="Backend: auto, compiled, fused or torch.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Long prompts beside running answers on this machine: one worker, or two that share its cores."""
+    from moonpool.bench.sharing import SharingOptions
+    from moonpool.bench.sharing import sharing as measure
+
+    given = {
+        "ways": tuple(way) if way else None, "answers": answers, "prompts": prompts, "gap_ms": gap_ms, "rounds": rounds,
+        "model": model, "engine": engine,
+    }  # fmt: skip
+    print_figures(measure(SharingOptions(**chosen(given))), as_json)
+
+
 @bench.command("between")
 def between(
     carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx or ucxx.")] = None,

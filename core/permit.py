@@ -74,9 +74,9 @@ def somebody_waits(notes: Iterable[Note], now: float) -> bool:
     return any(note.waits_since and now - note.waits_since <= FRESH_S for note in notes)
 
 
-def gives_way(held_s: float, slice_s: float, waited_for: bool) -> bool:
-    """Whether a prefill worker lets go between two layers."""
-    return waited_for and held_s >= slice_s
+def slice_over(held_s: float, layer_s: float, slice_s: float) -> bool:
+    """Whether a prefill worker gives way to a step that waits before its next layer, which takes ``layer_s``."""
+    return held_s + layer_s > slice_s
 
 
 def patience_s(expected_s: float) -> float:

@@ -26,8 +26,8 @@ from moonpool.core.permit import (
     Beside,
     Note,
     all_beside,
-    gives_way,
     patience_s,
+    slice_over,
     somebody_waits,
 )
 from moonpool.engine.timed_lock import TimedLock
@@ -219,6 +219,7 @@ class SharedPrompts(_Shared):
         self._notes: dict[str, mmap.mmap] = {}
         self._look_at = 0.0
         self._since = 0.0  # has the permit
+        self._layer_at = 0.0  # the layer under way began
         self._slice_s = 0.0
         self._chunk_s = MOST_PATIENCE_S
 
@@ -240,7 +241,8 @@ class SharedPrompts(_Shared):
 
     def between_layers(self) -> None:
         now = time.monotonic()
-        if self._has_cores and gives_way(now - self._since, self._slice_s, self._waited_for(now)):
+        layer_s, self._layer_at = now - self._layer_at, now
+        if self._has_cores and slice_over(now - self._since, layer_s, self._slice_s) and self._waited_for(now):
             self._passes += 1
             self._let_go()
             self._let_pass()
@@ -278,7 +280,7 @@ class SharedPrompts(_Shared):
             self._let_go()
             self._let_pass()
             self._acquire(max(until - time.monotonic(), 0.0))
-        self._since = time.monotonic()
+        self._since = self._layer_at = time.monotonic()
         if held_up:
             self._waited(begun)
 

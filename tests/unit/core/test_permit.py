@@ -17,8 +17,8 @@ from moonpool.core.permit import (
     Beside,
     Note,
     all_beside,
-    gives_way,
     patience_s,
+    slice_over,
     somebody_waits,
 )
 
@@ -54,9 +54,9 @@ def test_a_worker_that_has_waited_too_long_is_not_there_any_more() -> None:
     assert not somebody_waits([Note(), Note(waits_since=5.0)], 5.1 + FRESH_S)
 
 
-def test_a_slice_ends_only_where_somebody_waits() -> None:
-    assert [gives_way(0.2, 0.1, waited_for) for waited_for in (True, False)] == [True, False]
-    assert not gives_way(0.05, 0.1, True)
+def test_a_slice_ends_before_the_layer_that_would_not_fit() -> None:
+    assert not slice_over(0.06, 0.03, 0.1)
+    assert slice_over(0.08, 0.03, 0.1)
 
 
 def test_patience_has_bounds() -> None:
