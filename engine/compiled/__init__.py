@@ -27,7 +27,7 @@ features     what CPU, model and layout have to be like
 packing      weights into the order above
 lanes        the vocabulary of vector code: loads, pairs, dot, exp2, shuffles
 tiles        what runs in registers: a product of 64 outputs by 6 tokens, scores, weighted values
-rows         norms, rotary embedding, activation: one row at a time
+vectors      one row of numbers at a time: softmax, norms, rotary embedding, activation, conversions
 attention    queries of one K/V head against pages
 planning     who attends to what: tasks of one step
 crew         native threads that sleep between steps, and their barrier

@@ -12,10 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from moonpool.engine.compiled import tiles
+from moonpool.engine.compiled import tiles, vectors
 from moonpool.engine.compiled.features import QUERY_ROWS
-from moonpool.engine.compiled.lanes import exp2_of, real, set_real, word
-from moonpool.engine.compiled.rows import FLAGS, INLINE
+from moonpool.engine.compiled.lanes import FLAGS, INLINE, exp2_of, real, set_real, word
 
 KEY_BLOCK = 128
 KEY_RANGE = 512
@@ -41,38 +40,38 @@ _ALL_TOTAL = _ALL_HIGHEST + QUERY_ROWS
 _END = _ALL_TOTAL + QUERY_ROWS
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _queries(scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _queries(scratch):
     return scratch + 4 * _END
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _sums(scratch, dim):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _sums(scratch, dim):
     return _queries(scratch) + QUERY_ROWS * dim * 2
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _all_sums(scratch, dim):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _all_sums(scratch, dim):
     return _sums(scratch, dim) + QUERY_ROWS * dim * 4
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _keys(scratch, dim):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _keys(scratch, dim):
     return _all_sums(scratch, dim) + QUERY_ROWS * dim * 4
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _values(scratch, dim):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _values(scratch, dim):
     return _keys(scratch, dim) + KEY_BLOCK * dim * 2
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _tail(scratch, dim):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _tail(scratch, dim):
     return _values(scratch, dim) + KEY_BLOCK * dim * 2
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _pack(model, layer, head, table, begin, end, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _pack(model, layer, head, table, begin, end, scratch):
     """Keys and values [begin, end) of a block into scratch; returns how many tiles. Values of the last tile end with zeros."""
     dim, size = model.head_dim, model.block_tokens
     count = (end - begin + tiles.TILE_KEYS - 1) // tiles.TILE_KEYS
@@ -86,15 +85,15 @@ def _pack(model, layer, head, table, begin, end, scratch):  # type: ignore[no-un
         held = min(end - at, tiles.TILE_KEYS)
         if held < tiles.TILE_KEYS:  # what lies behind the last token may be anything, NaN included
             tail = _tail(scratch, dim)
-            tiles.row_copy(values, held * dim // 32, tail)
-            tiles.row_zero(tail + held * dim * 2, (tiles.TILE_KEYS - held) * dim // 32)
+            vectors.copy(values, held * dim // 32, tail)
+            vectors.zero(tail + held * dim * 2, (tiles.TILE_KEYS - held) * dim // 32)
             values = tail
         tiles.interleave_values(values, dim, _values(scratch, dim) + tile * tiles.TILE_KEYS * dim * 2)
     return count
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _score(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _score(scratch, dim, rows, count):
     """Scores of all rows with ``count`` tiles of keys, two tiles at a time: a last odd one brings a stale neighbour along."""
     queries, keys, stride = _queries(scratch), _keys(scratch, dim), 4 * KEY_BLOCK
     for tile in range(0, count, 2):
@@ -121,8 +120,8 @@ def _score(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
                 row += 1
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _mask(scratch, rows, group, first, begin, count, window):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _mask(scratch, rows, group, first, begin, count, window):
     """Take from each row the keys behind its query, and those before its window. Keys of the block begin at ``begin``."""
     columns = count * tiles.TILE_KEYS
     for row in range(rows):
@@ -135,25 +134,25 @@ def _mask(scratch, rows, group, first, begin, count, window):  # type: ignore[no
                 set_real(line + 4 * column, _UNSEEN)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _soften(model, scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _soften(model, scratch, dim, rows, count):
     """Scores to weights; what was summed so far is rescaled where a row's maximum rose."""
     scale = model.score_scale
     for row in range(rows):
         line, high, total = scratch + row * 4 * KEY_BLOCK, scratch + 4 * (_HIGHEST + row), scratch + 4 * (_TOTAL + row)
         old = real(high)
-        top = max(tiles.row_highest(line, count), old)
+        top = max(vectors.highest(line, count), old)
         if top > old:
             shrink = exp2_of((old - top) * scale)
             set_real(high, top)
             set_real(total, real(total) * shrink)
-            tiles.row_scale(_sums(scratch, dim) + row * dim * 4, dim // 16, shrink)
+            vectors.scale(_sums(scratch, dim) + row * dim * 4, dim // 16, shrink)
         weights = scratch + 4 * _WEIGHTS + row * 2 * KEY_BLOCK
-        set_real(total, real(total) + tiles.row_weights(line, count, top, scale, weights))
+        set_real(total, real(total) + vectors.weights(line, count, top, scale, weights))
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _weigh(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _weigh(scratch, dim, rows, count):
     """Add the weighted values, 64 columns at a time."""
     pairs, stride = count * tiles.TILE_KEYS // 2, 2 * KEY_BLOCK
     for column in range(0, dim - dim % 64, 64):
@@ -183,8 +182,8 @@ def _weigh(scratch, dim, rows, count):  # type: ignore[no-untyped-def]
         _weigh_half(scratch, dim, rows, pairs, stride)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _weigh_half(scratch, dim, rows, pairs, stride):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _weigh_half(scratch, dim, rows, pairs, stride):
     """The last 32 columns of a head whose size is no multiple of 64."""
     value, row = _values(scratch, dim) + (dim - 32) * 4, 0
     while row < rows:
@@ -200,12 +199,12 @@ def _weigh_half(scratch, dim, rows, pairs, stride):  # type: ignore[no-untyped-d
             row += 1
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _attend_range(model, layer, task, table, window, begin, end, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _attend_range(model, layer, task, table, window, begin, end, scratch):
     """Sums, maxima and totals of one range into scratch; rows that see no key of it keep a maximum of ``_UNSEEN``."""
     dim, group = model.head_dim, model.heads // model.kv_heads
     rows = task.count * group
-    tiles.row_zero(_sums(scratch, dim), rows * dim // 16)
+    vectors.zero(_sums(scratch, dim), rows * dim // 16)
     for row in range(rows):
         set_real(scratch + 4 * (_HIGHEST + row), _UNSEEN)
         set_real(scratch + 4 * (_TOTAL + row), np.float32(0.0))
@@ -219,40 +218,40 @@ def _attend_range(model, layer, task, table, window, begin, end, scratch):  # ty
         _score(scratch, dim, rows, count)
         if model.softcap > 0:
             for row in range(rows):
-                tiles.row_cap(scratch + row * 4 * KEY_BLOCK, count, model.scaling, model.softcap)
+                vectors.cap(scratch + row * 4 * KEY_BLOCK, count, model.scaling, model.softcap)
         if block + count * tiles.TILE_KEYS > task.position + 1 or (window and block < last + 1 - window):
             _mask(scratch, rows, group, task.position, block, count, window)
         _soften(model, scratch, dim, rows, count)
         _weigh(scratch, dim, rows, count)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _merge(model, row, sums, highest, total, more, more_highest, more_total):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _merge(model, sums, highest, total, more, more_highest, more_total):
     """Add a range to what the ranges before it made of a row; returns its new maximum and total. All but two are addresses."""
     top = max(highest, more_highest)
     mine, theirs = exp2_of((highest - top) * model.score_scale), exp2_of((more_highest - top) * model.score_scale)
-    tiles.row_merge(sums, more, model.head_dim // 16, mine, theirs)
+    vectors.merge(sums, more, model.head_dim // 16, mine, theirs)
     return top, total * mine + more_total * theirs
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _take_queries(model, work, task, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _take_queries(model, work, task, scratch):
     dim, group = model.head_dim, model.heads // model.kv_heads
     for i in range(task.count):
         source = work.queries + ((task.token + i) * model.heads + task.head * group) * dim * 2
-        tiles.row_copy(source, group * dim // 32, _queries(scratch) + i * group * dim * 2)
+        vectors.copy(source, group * dim // 32, _queries(scratch) + i * group * dim * 2)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _place_of(model, work, token, head, row):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _place_of(model, work, token, head, row):
     """Where the result of a row goes."""
     group = model.heads // model.kv_heads
     at = (token + row // group) * model.heads + head * group + row % group
     return work.attended + at * model.head_dim * 2
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def attend(model, work, layer, window, task, scratch):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def attend(model, work, layer, window, task, scratch):
     """One task: its range to ``partials``, or the end of its rows to ``attended``."""
     dim = model.head_dim
     rows = task.count * (model.heads // model.kv_heads)
@@ -261,7 +260,7 @@ def attend(model, work, layer, window, task, scratch):  # type: ignore[no-untype
     if task.partial >= 0:
         _attend_range(model, layer, task, table, window, task.begin, task.end, scratch)
         out = work.partials + 4 * task.partial
-        tiles.row_copy(_sums(scratch, dim), rows * dim // 16, out)
+        vectors.copy(_sums(scratch, dim), rows * dim // 16, out)
         for row in range(rows):
             set_real(out + 4 * (rows * dim + row), real(scratch + 4 * (_HIGHEST + row)))
             set_real(out + 4 * (rows * dim + rows + row), real(scratch + 4 * (_TOTAL + row)))
@@ -269,23 +268,23 @@ def attend(model, work, layer, window, task, scratch):  # type: ignore[no-untype
     for begin in range(task.begin, task.end, KEY_RANGE):
         _attend_range(model, layer, task, table, window, begin, min(begin + KEY_RANGE, task.end), scratch)
         if begin == task.begin:
-            tiles.row_copy(_sums(scratch, dim), rows * dim // 16, _all_sums(scratch, dim))
+            vectors.copy(_sums(scratch, dim), rows * dim // 16, _all_sums(scratch, dim))
         for row in range(rows):
             highest, total = real(scratch + 4 * (_HIGHEST + row)), real(scratch + 4 * (_TOTAL + row))
             if begin > task.begin:
                 sums, more = _all_sums(scratch, dim) + row * dim * 4, _sums(scratch, dim) + row * dim * 4
                 so_far, sum_far = real(scratch + 4 * (_ALL_HIGHEST + row)), real(scratch + 4 * (_ALL_TOTAL + row))
-                highest, total = _merge(model, row, sums, so_far, sum_far, more, highest, total)
+                highest, total = _merge(model, sums, so_far, sum_far, more, highest, total)
             set_real(scratch + 4 * (_ALL_HIGHEST + row), highest)
             set_real(scratch + 4 * (_ALL_TOTAL + row), total)
     for row in range(rows):
         scale = np.float32(1.0) / real(scratch + 4 * (_ALL_TOTAL + row))
         place = _place_of(model, work, task.token, task.head, row)
-        tiles.row_narrow(_all_sums(scratch, dim) + row * dim * 4, dim // 16, scale, place)
+        vectors.narrow(_all_sums(scratch, dim) + row * dim * 4, dim // 16, scale, place)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def merge(model, work, unit, row):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def merge(model, work, unit, row):
     """All ranges of one row of a split unit, in order, to ``attended``. The first range's sums are overwritten."""
     dim = model.head_dim
     rows = unit.count * (model.heads // model.kv_heads)
@@ -296,5 +295,5 @@ def merge(model, work, unit, row):  # type: ignore[no-untyped-def]
     for i in range(1, unit.ranges):
         other = base + i * stride
         more_highest, more_total = real(other + 4 * (rows * dim + row)), real(other + 4 * (rows * dim + rows + row))
-        highest, total = _merge(model, row, sums, highest, total, other + row * dim * 4, more_highest, more_total)
-    tiles.row_narrow(sums, dim // 16, np.float32(1.0) / total, _place_of(model, work, unit.token, unit.head, row))
+        highest, total = _merge(model, sums, highest, total, other + row * dim * 4, more_highest, more_total)
+    vectors.narrow(sums, dim // 16, np.float32(1.0) / total, _place_of(model, work, unit.token, unit.head, row))

@@ -7,11 +7,13 @@ barriers, microseconds apart, where they spin first too; one whose partner was t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numba.core import types
 
-from moonpool.engine.compiled.lanes import address, atomic_add, atomic_load, atomic_set, pause
+from moonpool.engine.compiled.lanes import FLAGS, address, atomic_add, atomic_load, atomic_set, pause
 
 # One cache line each in ``sync`` (int64).
 GENERATION, ARRIVED, PHASE, SLEEPERS, STOPPED = 0, 8, 16, 24, 32
@@ -19,12 +21,11 @@ SYNC_WORDS = 40
 
 _SPINS = 3_000  # about 40 us of pauses: longer than nearly every wait inside a step
 _SYS_FUTEX, _WAIT, _WAKE, _PRIVATE = 202, 0, 1, 128  # x86-64
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
-_FLAGS = {"nogil": True, "cache": True}
+_syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def _wait_while(where, sleepers, value):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _wait_while(where, sleepers, value):
     """Until the word at ``where`` is no longer ``value``."""
     for _ in range(_SPINS):
         if atomic_load(where) != value:
@@ -36,15 +37,15 @@ def _wait_while(where, sleepers, value):  # type: ignore[no-untyped-def]
     atomic_add(sleepers, -1)
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def _advance(where, sleepers, value):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _advance(where, sleepers, value):
     atomic_set(where, value & 0x7FFFFFFF)
     if atomic_load(sleepers) > 0:
         _syscall(_SYS_FUTEX, where, _WAKE | _PRIVATE, 0x7FFFFFFF, 0, 0, 0)
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def barrier(sync, threads):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def barrier(sync, threads):
     """Nobody passes before all ``threads`` have come; what each wrote before is seen by all after."""
     if threads == 1:
         return
@@ -57,23 +58,23 @@ def barrier(sync, threads):  # type: ignore[no-untyped-def]
         _wait_while(base + 8 * PHASE, base + 8 * SLEEPERS, phase)
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def begin(sync):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def begin(sync):
     """Set the helpers to work."""
     base = address(sync)
     _advance(base + 8 * GENERATION, base + 8 * SLEEPERS, atomic_load(base + 8 * GENERATION) + 1)
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def await_work(sync, seen):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def await_work(sync, seen):
     """A helper's wait for more than generation ``seen``; returns the new one, or -1 when the crew is dismissed."""
     base = address(sync)
     _wait_while(base + 8 * GENERATION, base + 8 * SLEEPERS, seen)
     return -1 if atomic_load(base + 8 * STOPPED) else atomic_load(base + 8 * GENERATION)
 
 
-@njit(**_FLAGS)  # type: ignore[untyped-decorator]
-def dismiss(sync):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def dismiss(sync):
     atomic_set(address(sync) + 8 * STOPPED, 1)
     begin(sync)
 

@@ -12,11 +12,16 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+# For numba.
+FLAGS = {"nogil": True, "cache": True, "error_model": "numpy"}
+# Part of its callers: each function that numba compiles by itself is optimized again by LLVM in every caller's caller.
+INLINE = {**FLAGS, "inline": "always"}
+
 LANES = 16  # float32 in a vector
 LOG2E = 1.4426950408889634
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """bfloat16, which llvmlite does not know."""
 
     def _to_string(self) -> str:
@@ -148,7 +153,7 @@ class Lanes:
         return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, kinds), name)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def address(typing: Any, array: Any) -> Any:
     """Of the first element of a contiguous array."""
 
@@ -159,7 +164,7 @@ def address(typing: Any, array: Any) -> Any:
     return types.int64(array), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp2_of(typing: Any, x: Any) -> Any:
     """float32: the same exponential as that of vectors, bit by bit."""
 
@@ -170,7 +175,7 @@ def exp2_of(typing: Any, x: Any) -> Any:
     return types.float32(types.float32), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_add(typing: Any, where: Any, n: Any) -> Any:
     """Adds to the int64 at address ``where``; returns what was there."""
 
@@ -180,7 +185,7 @@ def atomic_add(typing: Any, where: Any, n: Any) -> Any:
     return types.int64(types.int64, types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_load(typing: Any, where: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(arguments[0], POINTER), "seq_cst", 8, typ=I64)
@@ -188,7 +193,7 @@ def atomic_load(typing: Any, where: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_set(typing: Any, where: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.atomic_rmw("xchg", builder.inttoptr(arguments[0], POINTER), arguments[1], "seq_cst")
@@ -197,7 +202,7 @@ def atomic_set(typing: Any, where: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def pause(typing: Any) -> Any:
     """A hint that this thread spins."""
 
@@ -210,7 +215,7 @@ def pause(typing: Any) -> Any:
     return types.void(), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def word(typing: Any, where: Any) -> Any:
     """The int64 at an address."""
 
@@ -220,7 +225,7 @@ def word(typing: Any, where: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def real(typing: Any, where: Any) -> Any:
     """The float32 at an address."""
 
@@ -230,7 +235,7 @@ def real(typing: Any, where: Any) -> Any:
     return types.float32(types.int64), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def set_real(typing: Any, where: Any, value: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         Lanes(builder).store(arguments[1], arguments[0])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moonpool.engine.compiled.attention import KEY_RANGE
 from moonpool.engine.compiled.features import QUERY_ROWS
-from moonpool.engine.compiled.rows import FLAGS
+from moonpool.engine.compiled.lanes import FLAGS
 
 _PARTS = 4  # units heavier than 1 / (threads * this) of all work are split
 
@@ -37,8 +37,8 @@ def _most_split(threads: int) -> int:
     return threads * _PARTS
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def place_tokens(starts, counts, offsets, tables, page_bytes, block_tokens, row_bytes, positions, places):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def place_tokens(starts, counts, offsets, tables, page_bytes, block_tokens, row_bytes, positions, places):
     """Position of every token of the batch, and where its rows go in a page layer. All arrays int64."""
     at = 0
     for i in range(len(starts)):
@@ -49,8 +49,8 @@ def place_tokens(starts, counts, offsets, tables, page_bytes, block_tokens, row_
             at += 1
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def plan_tasks(starts, counts, offsets, kv_heads, group, head_dim, threads, tasks, merges):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def plan_tasks(starts, counts, offsets, kv_heads, group, head_dim, threads, tasks, merges):
     """Fill ``tasks`` and ``merges``; returns (tasks, merges)."""
     block = max(QUERY_ROWS // group, 1)
     everything = np.int64(0)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from moonpool.engine.compiled import tiles
+from moonpool.engine.compiled import tiles, vectors
 from moonpool.engine.compiled.attention import attend, merge, scratch_bytes
 from moonpool.engine.compiled.crew import await_work, barrier, begin
-from moonpool.engine.compiled.lanes import atomic_add, word
-from moonpool.engine.compiled.rows import FLAGS, INLINE, norm, norm_narrow, rotate
+from moonpool.engine.compiled.lanes import FLAGS, INLINE, atomic_add, word
 
 FEW_TOKENS = 64
 _BLOCK = 96  # tokens that go through the products of a layer together: they and one tile of weights stay in the L2 cache
@@ -30,8 +29,8 @@ def thread_scratch(head_dim: int) -> int:
     return -(-(scratch_bytes(head_dim) + _TILE_BYTES) // 4096) * 4096
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):
     if groups == 4:
         if tokens == 6:
             _p46(weights, x, x_stride, inputs, bias, out, out_stride)
@@ -61,8 +60,8 @@ def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride): 
             _p11(weights, x, x_stride, inputs, bias, out, out_stride)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_token, group, last_group, scratch):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_token, group, last_group, scratch):
     """Of tokens [token, last_token) with the groups [group, last_group) of ``weights``, to rows of ``outputs`` in ``out``.
 
     ``_GATE``: groups come by two, gate and up, and ``out`` is bf16 with half as many outputs.
@@ -83,35 +82,37 @@ def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_to
                 _tile(wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4)
                 for i in range(many):
                     if kind == _ADD:
-                        tiles.row_add(out + ((token + i) * outputs + column) * 4, scratch + i * 256, wide)
+                        vectors.add(out + ((token + i) * outputs + column) * 4, scratch + i * 256, wide)
                     else:
                         place = out + ((token + i) * outputs + column // 2) * 2
-                        tiles.row_gate(scratch + i * 256, wide // 2, model.gate_linear, model.gate_cubic, place)
+                        vectors.gate(scratch + i * 256, wide // 2, model.gate_linear, model.gate_cubic, place)
             token += many
         group += wide
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _first(n, thread, threads):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _first(n, thread, threads):
     """Of ``n`` things, the first of a thread's; its last one comes before the first of the next thread's."""
     return n * thread // threads
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _embed(model, work, token, last):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _embed(model, work, token, last):
     for t in range(token, last):
         row = model.embedding + word(work.ids + 8 * t) * model.hidden * 2
-        tiles.row_widen(row, model.hidden // 16, model.embedding_scale, work.states + t * model.hidden * 4)
+        vectors.widen(row, model.hidden // 16, model.embedding_scale, work.states + t * model.hidden * 4)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _normed(model, work, weight, token, last):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _normed(model, work, weight, token, last):
     for t in range(token, last):
-        norm_narrow(work.states + t * model.hidden * 4, model.hidden, weight, model.eps, work.normed + t * model.hidden * 2)
+        vectors.norm_narrow(
+            work.states + t * model.hidden * 4, model.hidden, weight, model.eps, work.normed + t * model.hidden * 2
+        )
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _keys_values(model, layer, work, index, token, last):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _keys_values(model, layer, work, index, token, last):
     """Of the tokens' q, k, v: norms of heads, rotary embedding, K and V into pages, queries to bf16."""
     dim, heads = model.head_dim, model.heads + model.kv_heads
     for t in range(token, last):
@@ -123,48 +124,48 @@ def _keys_values(model, layer, work, index, token, last):  # type: ignore[no-unt
             at = row + head * dim * 4
             weight = layer.query_norm if head < model.heads else layer.key_norm
             if weight:
-                norm(at, dim, weight, model.eps)
+                vectors.norm(at, dim, weight, model.eps)
             if head < model.heads:
-                rotate(at, dim // 32, cos, sin, work.queries + (t * model.heads + head) * dim * 2)
+                vectors.rotate(at, dim // 32, cos, sin, work.queries + (t * model.heads + head) * dim * 2)
             else:
-                rotate(at, dim // 32, cos, sin, slot + (head - model.heads) * model.plane_bytes)
+                vectors.rotate(at, dim // 32, cos, sin, slot + (head - model.heads) * model.plane_bytes)
         for head in range(model.kv_heads):
             place = slot + (model.kv_heads + head) * model.plane_bytes
-            tiles.row_narrow(row + (heads + head) * dim * 4, dim // 16, np.float32(1.0), place)
+            vectors.narrow(row + (heads + head) * dim * 4, dim // 16, np.float32(1.0), place)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _qkv(model, layer, work, token, last, group, last_group, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _qkv(model, layer, work, token, last, group, last_group, scratch):
     weights, bias, outputs = layer.qkv, layer.qkv_bias, (model.heads + 2 * model.kv_heads) * model.head_dim
     x, out = work.normed, work.qkv
     _product(_STORE, model, weights, bias, x, model.hidden, out, outputs, token, last, group, last_group, scratch)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _back(model, work, weights, bias, x, inputs, after, token, last, group, last_group, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _back(model, work, weights, bias, x, inputs, after, token, last, group, last_group, scratch):
     """A product that returns to the residual stream: added at once, or by way of ``mixed`` where a norm comes in between."""
     out = work.mixed if after else work.states
     kind = _STORE if after else _ADD
     _product(kind, model, weights, bias, x, inputs, out, model.hidden, token, last, group, last_group, scratch)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _settle(model, work, after, token, last):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _settle(model, work, after, token, last):
     """Norm and add what ``_back`` left in ``mixed``."""
     for t in range(token, last):
         row = work.mixed + t * model.hidden * 4
-        norm(row, model.hidden, after, model.eps)
-        tiles.row_add(work.states + t * model.hidden * 4, row, model.hidden // 16)
+        vectors.norm(row, model.hidden, after, model.eps)
+        vectors.add(work.states + t * model.hidden * 4, row, model.hidden // 16)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _gate_up(model, layer, work, token, last, group, last_group, scratch):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _gate_up(model, layer, work, token, last, group, last_group, scratch):
     weights, bias, x, out = layer.gate_up, layer.gate_up_bias, work.normed, work.gated
     _product(_GATE, model, weights, bias, x, model.hidden, out, model.intermediate, token, last, group, last_group, scratch)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _write_by_outputs(model, layer, work, index, thread, scratch, sync):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _write_by_outputs(model, layer, work, index, thread, scratch, sync):
     threads, after = work.threads, thread + 1
     mine, end = _first(work.tokens, thread, threads), _first(work.tokens, after, threads)
     _normed(model, work, layer.attention_norm, mine, end)
@@ -175,8 +176,8 @@ def _write_by_outputs(model, layer, work, index, thread, scratch, sync):  # type
     _keys_values(model, layer, work, index, mine, end)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _mix_by_outputs(model, layer, work, thread, scratch, sync):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _mix_by_outputs(model, layer, work, thread, scratch, sync):
     threads, after, tokens = work.threads, thread + 1, work.tokens
     mine, end = _first(tokens, thread, threads), _first(tokens, after, threads)
     group, last = _first(model.hidden // 16, thread, threads), _first(model.hidden // 16, after, threads)
@@ -198,8 +199,8 @@ def _mix_by_outputs(model, layer, work, thread, scratch, sync):  # type: ignore[
         barrier(sync, threads)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _write_by_tokens(model, layer, work, index, thread, scratch):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _write_by_tokens(model, layer, work, index, thread, scratch):
     first, end = _first(work.tokens, thread, work.threads), _first(work.tokens, thread + 1, work.threads)
     groups = (model.heads + 2 * model.kv_heads) * model.head_dim // 16
     for token in range(first, end, _BLOCK):
@@ -209,8 +210,8 @@ def _write_by_tokens(model, layer, work, index, thread, scratch):  # type: ignor
         _keys_values(model, layer, work, index, token, last)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _mix_by_tokens(model, layer, work, thread, scratch):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _mix_by_tokens(model, layer, work, thread, scratch):
     first, end = _first(work.tokens, thread, work.threads), _first(work.tokens, thread + 1, work.threads)
     groups, width, inner = model.hidden // 16, model.heads * model.head_dim, model.intermediate
     for token in range(first, end, _BLOCK):
@@ -227,8 +228,8 @@ def _mix_by_tokens(model, layer, work, thread, scratch):  # type: ignore[no-unty
             _settle(model, work, normed, token, last)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def _attention(model, layer, work, index, tasks, merges, thread, scratch, sync):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def _attention(model, layer, work, index, tasks, merges, thread, scratch, sync):
     """All tasks, each taken by whoever is free."""
     while True:
         taken = atomic_add(work.counters + 8 * index, 1)
@@ -244,12 +245,12 @@ def _attention(model, layer, work, index, tasks, merges, thread, scratch, sync):
         barrier(sync, work.threads)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _logits(model, work, thread, scratch, sync):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _logits(model, work, thread, scratch, sync):
     threads, count, after = work.threads, work.wanted_count, thread + 1
     for i in range(_first(count, thread, threads), _first(count, after, threads)):  # the rows of ``normed`` are free by now
         row = work.states + word(work.wanted + 8 * i) * model.hidden * 4
-        norm_narrow(row, model.hidden, model.final_norm, model.eps, work.normed + i * model.hidden * 2)
+        vectors.norm_narrow(row, model.hidden, model.final_norm, model.eps, work.normed + i * model.hidden * 2)
     barrier(sync, work.threads)
     groups, x, outputs = model.vocabulary // 16, work.normed, model.vocabulary
     group, last = _first(groups, thread, threads), _first(groups, after, threads)
@@ -257,8 +258,8 @@ def _logits(model, work, thread, scratch, sync):  # type: ignore[no-untyped-def]
     _product(_STORE, model, weights, bias, x, model.hidden, work.logits, outputs, 0, count, group, last, scratch)
 
 
-@njit(**INLINE)  # type: ignore[untyped-decorator]
-def _run(models, layers, works, tasks, merges, sync, thread):  # type: ignore[no-untyped-def]
+@njit(**INLINE)
+def _run(models, layers, works, tasks, merges, sync, thread):
     """The share of one thread in what the record asks for; returns when all threads have done theirs."""
     model, work = models[0], works[0]
     scratch = work.scratch + thread * model.scratch_bytes
@@ -287,8 +288,8 @@ def _run(models, layers, works, tasks, merges, sync, thread):  # type: ignore[no
     barrier(sync, work.threads)
 
 
-@njit(**FLAGS)  # type: ignore[untyped-decorator]
-def run(models, layers, works, tasks, merges, sync, thread):  # type: ignore[no-untyped-def]
+@njit(**FLAGS)
+def run(models, layers, works, tasks, merges, sync, thread):
     """Thread 0: do what ``works[0]`` asks for, together with the helpers. A helper: its life, until the crew is dismissed."""
     seen = 0
     if thread == 0 and works[0].threads > 1:
