@@ -240,7 +240,7 @@ def _connection_limits(gateway: GatewayConfig) -> ConnectionLimits:
 def _listen(gateway: GatewayConfig) -> socket.socket:
     """Bound here, not by the server, so that a busy port is our error and port 0 has a number at once."""
     family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((gateway.host, gateway.port))
