@@ -72,12 +72,15 @@ def choose(
 
 
 def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, own_threads: int) -> Chosen:
-    if config.engine.backend == "compiled":
+    asked, note = config.engine.backend, ""
+    if asked != "fused":
         compiled = _compiled(config, recipe, memory, own_threads)
         if isinstance(compiled, Chosen):
             return compiled
-        raise _cannot("compiled", compiled)
-    return Chosen(FusedBackend(recipe, memory), threads)
+        if asked == "compiled":
+            raise _cannot(asked, compiled)
+        note = f"compiled: {compiled}"
+    return Chosen(FusedBackend(recipe, memory), threads, note)
 
 
 def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen | str:

@@ -14,9 +14,9 @@ from moonpool.engine.torch_backend import PageTensor
 _LENGTHS = (45, 9)  # tokens; over a border of blocks and within one
 _SEED = 1
 
-# Rounding moves logits by a hundredth of their spread in bfloat16 and a millionth in float32; a wrong weight, angle, norm
-# or activation moves them by a multiple of these.
-LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+# Rounding moves logits by up to a tenth of their spread in bfloat16 (the module rounds more often than the others) and by a
+# millionth in float32; a wrong weight, angle, norm or activation moves them by about all of it.
+LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 class Trial:
