@@ -13,7 +13,9 @@ Keys, microseconds or milliseconds at the median, each with the ratio of the lar
                                              computes about nothing (2 layers of width 64), role both
     length_L_cpu_ms, length_L_cpu_by_role    CPU of all processes of the cluster for it, what they burn anyway taken off
     length_L_cpu_us_per_1k                   CPU for each 1,024 tokens that a prompt is longer than the shortest
-    length_32768_over_512
+    length_32768_over_512, length_32768_over_512_cpu
+    members_N_ms, members_N_cpu_ms           512 tokens over HTTP while N workers are in the cluster's list, of which one works;
+                                             members_64_over_1, members_64_over_1_cpu
 
 A prompt's ids are parsed, hashed and matched, so its cost grows with its length; per token it must not.
 """
@@ -33,6 +35,7 @@ from moonpool.bench.asking import AskingClient, ttft_ms
 from moonpool.bench.local_cluster import BOTH, LocalCluster, local_cluster
 from moonpool.bench.machine import machine_facts
 from moonpool.bench.path_usage import CLIENT, Watched
+from moonpool.bench.scale_members import standing_by
 from moonpool.bench.scale_parts import deciding_us, pool_us
 from moonpool.bench.tiny_model import make_tiny_model
 from moonpool.core.errors import ConfigError
@@ -49,7 +52,14 @@ _OUTPUT = 2
 _IDS = 32_768
 _IDLE_S = 4.0
 _SETTLE_S = 0.3
-_SETTINGS = {"model.dtype": "float32", "engine.page_bytes": "256MiB", "store.pool_bytes": "256MiB", "engine.threads": "1"}
+MEMBERS = (1, 16, 64)
+_SETTINGS = {
+    "model.dtype": "float32",
+    "engine.page_bytes": "256MiB",
+    "store.pool_bytes": "256MiB",
+    "engine.threads": "1",
+    "timing.silent_after_ms": "20000",  # members that stand by beat slowly
+}
 Say = Callable[[str], None]
 
 
@@ -87,8 +97,8 @@ def scale(options: ScaleOptions, say: Say) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="moonpool-scale-") as folder:
             model = make_tiny_model(Path(folder) / "tiny", _IDS, max(options.lengths) + 1_024)
             with local_cluster(BOTH, model, _SETTINGS) as cluster:
-                lengths, by_role = asyncio.run(_lengths(cluster, options, say))
-        found |= lengths
+                lived, by_role = asyncio.run(_live(cluster, options, say))
+        found |= lived
     return {**found, **ratios(found), **by_role, "rounds": options.rounds, "repeats": options.repeats, "machine": machine}
 
 
@@ -101,6 +111,8 @@ def ratios(found: dict[str, float]) -> dict[str, float]:
         ("pool", "us", [f"{n // 1_000}k" for n in POOLED]),
         ("length", "ms", [str(n) for n in LENGTHS]),
         ("length", "cpu_ms", [str(n) for n in LENGTHS]),
+        ("members", "ms", [str(n) for n in MEMBERS]),
+        ("members", "cpu_ms", [str(n) for n in MEMBERS]),
     ):
         measured = [(size, found[name]) for size in sizes if (name := f"{kind}_{size}_{unit}") in found]
         if len(measured) > 1 and measured[0][1] > 0:
@@ -109,32 +121,51 @@ def ratios(found: dict[str, float]) -> dict[str, float]:
     return out
 
 
-async def _lengths(
-    cluster: LocalCluster, options: ScaleOptions, say: Say
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+async def _live(cluster: LocalCluster, options: ScaleOptions, say: Say) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     out: dict[str, float] = {}
     by_role: dict[str, dict[str, float]] = {}
     async with open_session(cluster.url, timeout_s=600) as session:
         client = AskingClient(HttpSender(session, MonotonicClock()), await served_model(session, cluster.url))
-        watched = await Watched.of(cluster.registry, cluster.supervisor)
+        warm = _Warm(client, await Watched.of(cluster.registry, cluster.supervisor), options.repeats)
         await client.ask(0, 512, _OUTPUT)
-        idle = await _cpu_per_s(watched)
         for at, length in enumerate(options.lengths, 1):
-            for _ in range(3):  # the first computes it, the others are warm already
-                await client.ask(at, length, _OUTPUT)
-            await asyncio.sleep(_SETTLE_S)
-            before, began = watched.cpu_s(), time.monotonic()
-            taken = [ttft_ms(await client.ask(at, length, _OUTPUT)) for _ in range(options.repeats)]
-            seconds = time.monotonic() - began
-            used = {
-                role: max(spent - before[role] - idle[role] * seconds, 0.0) * 1e3 / options.repeats
-                for role, spent in watched.cpu_s().items()
-                if role != CLIENT
-            }
-            out[f"length_{length}_ms"], out[f"length_{length}_cpu_ms"] = statistics.median(taken), sum(used.values())
-            by_role[f"length_{length}_cpu_by_role"] = used
+            out[f"length_{length}_ms"], used = await warm.request(at, length)
+            out[f"length_{length}_cpu_ms"], by_role[f"length_{length}_cpu_by_role"] = sum(used.values()), used
             say(f"{length} tokens: {out[f'length_{length}_ms']:.2f} ms, CPU {out[f'length_{length}_cpu_ms']:.2f} ms")
+        for members in MEMBERS:
+            async with standing_by(cluster, members - 1):
+                out[f"members_{members}_ms"], used = await warm.request(1, options.lengths[0])
+                out[f"members_{members}_cpu_ms"], by_role[f"members_{members}_cpu_by_role"] = sum(used.values()), used
+            say(f"{members} members: {out[f'members_{members}_ms']:.2f} ms, CPU {out[f'members_{members}_cpu_ms']:.2f} ms")
     return out | per_1k(out, options.lengths), by_role
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """Prompts that were asked before: what is left is the path."""
+
+    client: AskingClient
+    watched: Watched
+    repeats: int
+
+    async def request(self, prompt: int, length: int) -> tuple[float, dict[str, float]]:
+        """Median ms to the first text, and ms of CPU by role, less what a role burns while nobody asks."""
+        for _ in range(3):  # the first may compute it, the others are warm already
+            await self.client.ask(prompt, length, _OUTPUT)
+        await asyncio.sleep(_SETTLE_S)
+        idle = await self._cpu_per_s()
+        before, began = self.watched.cpu_s(), time.monotonic()
+        taken = [ttft_ms(await self.client.ask(prompt, length, _OUTPUT)) for _ in range(self.repeats)]
+        seconds = time.monotonic() - began
+        spent = {role: used - before[role] - idle[role] * seconds for role, used in self.watched.cpu_s().items()}
+        return statistics.median(taken), {
+            role: max(used, 0.0) * 1e3 / self.repeats for role, used in spent.items() if role != CLIENT
+        }
+
+    async def _cpu_per_s(self) -> dict[str, float]:
+        before, began = self.watched.cpu_s(), time.monotonic()
+        await asyncio.sleep(_IDLE_S)
+        return {role: (used - before[role]) / (time.monotonic() - began) for role, used in self.watched.cpu_s().items()}
 
 
 def per_1k(found: dict[str, float], lengths: tuple[int, ...]) -> dict[str, float]:
@@ -146,9 +177,3 @@ def per_1k(found: dict[str, float], lengths: tuple[int, ...]) -> dict[str, float
         / ((length - least) / 1_024)
         for length in lengths[1:]
     }
-
-
-async def _cpu_per_s(watched: Watched) -> dict[str, float]:
-    before, began = watched.cpu_s(), time.monotonic()
-    await asyncio.sleep(_IDLE_S)
-    return {role: (spent - before[role]) / (time.monotonic() - began) for role, spent in watched.cpu_s().items()}

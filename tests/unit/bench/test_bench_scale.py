@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from moonpool.bench.local_cluster import LocalCluster
 from moonpool.bench.scale import ScaleOptions, per_1k, ratios, scale
+from moonpool.bench.scale_members import standing_by
 from moonpool.bench.scale_parts import BLOCKS, Deciding, deciding_us, pool_us
+from moonpool.cluster.membership import Membership
+from moonpool.cluster.registry import Registry
+from moonpool.cluster.survey import members
+from moonpool.core.config import TimingConfig
 from moonpool.core.errors import ConfigError
+from moonpool.core.ids import Incarnation, MemberId, NodeId, Role
+from moonpool.core.membership import Liveness, Member
 
 
 def test_a_conductor_places_every_request_and_its_index_has_what_it_was_told() -> None:
@@ -42,3 +52,21 @@ def test_the_cost_of_a_token_is_that_above_the_shortest_prompt() -> None:
 def test_options_that_measure_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="rounds"):
         scale(ScaleOptions(rounds=0), lambda line: None)
+
+
+@pytest.mark.processes
+async def test_members_that_stand_by_are_in_the_list_and_out_of_it_again() -> None:
+    registry = Registry(TimingConfig(silent_after_ms=20_000))
+    address = await registry.start("127.0.0.1")
+    link = Membership(address, TimingConfig(), lambda why, replaced: None)
+    try:
+        await link.join(Member(MemberId("real"), Role.BOTH, NodeId("a"), Incarnation(1), "127.0.0.1:1", 1))
+        cluster = LocalCluster("http://127.0.0.1:1", address, Path("/nowhere"), 1)
+        for _ in range(2):  # again under other names: a life that ended does not come back
+            async with standing_by(cluster, 3):
+                live = [c.member for c in await members(address) if c.liveness is Liveness.LIVE]
+                assert [member.ready for member in live if member.id != "real"] == [False] * 3
+            assert [c.member.id for c in await members(address) if c.liveness is Liveness.LIVE] == ["real"]
+    finally:
+        await link.leave()
+        await registry.close()
