@@ -60,7 +60,9 @@ class Step:
     rows: tuple[StepRow, ...]
 
 
-# How many tokens of a sequence's prompt may join a step with these rows. Of the first prompt, the rest of a block always may.
+GRAIN = 16  # tokens: borders on which chunks end that are cut short for rows that decode
+
+# How many tokens of a sequence's prompt may join a step with these rows. Of the first prompt, the next ``GRAIN`` always may.
 ChunkRoom = Callable[[list[StepRow], Sequence], int]
 
 
@@ -330,7 +332,8 @@ class Batcher:
             budget = left if room is None else min(left, room([*decoding, *rows], s))
             if rows and budget < min(self._limits.block_tokens, s.left):
                 break  # a chunk ends on a block border, so it would overdraw the budget
-            end = chunk_end(s.computed, len(s.tokens), budget, self._limits.block_tokens)
+            border = self._limits.block_tokens if budget == left else GRAIN
+            end = chunk_end(s.computed, len(s.tokens), budget, border)
             rows.append(StepRow(s, s.computed, end, end == len(s.tokens)))
             left -= end - s.computed
             if left <= 0:

@@ -14,10 +14,10 @@ from moonpool.scheduler.chunk_size import Chunking, Prompt, StepCost, Work
 
 
 class Pacing:
-    def __init__(self, *, gap_s: float, chunk_tokens: int, block_tokens: int) -> None:
+    def __init__(self, *, gap_s: float, chunk_tokens: int) -> None:
         """``gap_s``: infinite where answers without a target bear anything."""
         self._gap_s = gap_s
-        self._chunking = Chunking(most=chunk_tokens, least=block_tokens)
+        self._chunking = Chunking(chunk_tokens)
         self.cost = StepCost()
 
     def room(self, decoding: Iterable[Sequence], now: float) -> Room:

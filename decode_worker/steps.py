@@ -60,11 +60,7 @@ class StepLoop:
                 reuse=config.engine.reuse,
             ),
         )
-        self._pacing = Pacing(
-            gap_s=config.engine.gap_ms / 1e3 or inf,
-            chunk_tokens=config.engine.prefill_chunk,
-            block_tokens=engine.layout.block_tokens,
-        )
+        self._pacing = Pacing(gap_s=config.engine.gap_ms / 1e3 or inf, chunk_tokens=config.engine.prefill_chunk)
         self.turns = turns
         self.publisher = BlockPublisher(engine, store, self.poke)
         self.timings: deque[StepTiming] = deque(maxlen=MAX_TIMINGS)

@@ -99,13 +99,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """``most``: tokens of a chunk; ``least`` are computed whatever they take, so that a prompt gets on."""
+    """``most``: tokens of a chunk where nobody waits."""
 
     most: int
-    least: int
 
     def tokens(self, cost: StepCost, beside: Work, room: Room, prompt: Prompt) -> int:
-        """Of the next chunk, beside a step's other ``beside``: may be below ``least``.
+        """Of the next chunk, beside a step's other ``beside``; may be none.
 
         As many as leave the answers their steady pace; where the prompt would then miss its target and need not, as many as
         they can bear.

@@ -112,7 +112,7 @@ def test_impossible_measurements_are_skipped() -> None:
     assert cost.seconds(Work(1, 1)) == before
 
 
-CHUNKING = Chunking(most=512, least=64)
+CHUNKING = Chunking(512)
 
 
 def test_without_answers_a_prompt_has_the_whole_chunk() -> None:
