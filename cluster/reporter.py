@@ -1,20 +1,22 @@
-"""Sends a worker's reports to every live conductor, about four times a second."""
+"""Sends a worker's reports to every live conductor: about four times a second, and less often while it has nothing to say."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import structlog
 
 from moonpool.core.ids import MemberId, Role
-from moonpool.core.membership import Peers, Service
+from moonpool.core.membership import Member, Peers, Service, WorkerReport
 from moonpool.wire import pb
 from moonpool.wire.channels import dial
 from moonpool.wire.convert import to_wire
 from moonpool.wire.status import being_cancelled
 
 PERIOD_S = 0.25
+STILL_S = 1.0  # between two reports that say the same of a worker which does nothing
 log = structlog.get_logger(__name__)
 TIMEOUT_S = 1.0  # a report that takes longer is stale: the next one says it better
 
@@ -26,6 +28,8 @@ class Reporter:
         self._service, self._peers = service, peers
         self._channels: dict[MemberId, tuple[str, grpc.aio.Channel]] = {}
         self.failures = 0
+        self._still: tuple[WorkerReport, list[Member]] | None = None  # told last, to whom, if nothing was going on
+        self._told_at = 0.0
         self._task = asyncio.create_task(self._run(), name="reporter")
 
     async def close(self) -> None:
@@ -36,18 +40,29 @@ class Reporter:
 
     async def report(self) -> None:
         """Tells every live conductor how things stand now."""
+        self._still = None
+        await self._look()
+
+    async def _tell(self, report: WorkerReport, conductors: list[Member]) -> None:
+        self._still = None if busy(report) else (report, conductors)
+        self._told_at = time.monotonic()
+        message = to_wire(report, pb.types.WorkerReport())
+        await asyncio.gather(*(self._send(c.id, c.address, message) for c in conductors))
+
+    async def _look(self) -> None:
+        """Tells them, unless the same conductors have heard the same lately."""
         conductors = self._peers.live(Role.CONDUCTOR)
         await self._drop_others({c.id: c.address for c in conductors})
         report = self._service.report() if conductors else None
-        if report is not None:
-            message = to_wire(report, pb.types.WorkerReport())
-            await asyncio.gather(*(self._send(c.id, c.address, message) for c in conductors))
+        heard = time.monotonic() < self._told_at + STILL_S and (report, conductors) == self._still
+        if report is not None and not heard:
+            await self._tell(report, conductors)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
-                await self.report()
+                await self._look()
             except asyncio.CancelledError:
                 if being_cancelled():
                     raise  # otherwise a channel was closed under it, by a report made beside this one
@@ -72,3 +87,8 @@ class Reporter:
             if addresses.get(conductor) != address:
                 del self._channels[conductor]
                 await channel.close()
+
+
+def busy(report: WorkerReport) -> bool:
+    """It tells of something that happens, or that a conductor has to hear once."""
+    return bool(report.attempts or report.prefills or report.steps or report.g1_frames or report.links)

@@ -104,7 +104,7 @@ class LinkTiming:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Sent to every conductor about four times a second and after each prefill.
+    """Sent to every conductor about four times a second and after each prefill; once a second where nothing happens.
 
     ``attempts`` lists everything the worker holds, queued or running. ``free_pages`` counts pages that a new sequence
     could take: free ones and cached ones nobody uses. ``g1_frames`` are the changes of the device pages since the last

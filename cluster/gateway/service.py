@@ -42,6 +42,7 @@ from moonpool.core.membership import Member, Peers, WorkerReport
 
 _KEEP_ALIVE_S = 75  # idle connections of clients
 _BACKLOG = 2_048
+_TICKS_A_SECOND = 10  # as uvicorn counts them
 _LOOK_S = 0.05  # at connections, while it leaves
 _LAST_WORDS_S = 2  # for error events to reach their clients once generations were ended
 
@@ -52,10 +53,26 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self._ending = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listening.set()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """Once a second, for the date in answers; uvicorn's own wakes up ten times, to look whether it is to end."""
+        tick = 0
+        while not await self.on_tick(tick):
+            tick = (tick + _TICKS_A_SECOND) % (_TICKS_A_SECOND * 86_400)
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._ending.wait()
+            except TimeoutError:
+                pass
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -193,7 +210,7 @@ class Gateway:
         if self._prewarm:
             await self._prewarm.close()
         self._endpoints.end_all(NoPath("gateway: leaving; ask again", retry_after_s=RETRY_AFTER_S))
-        self._server.should_exit = True
+        self._server.end()
         await self._serving
         if self._console:
             await self._console.close()

@@ -23,7 +23,7 @@ from moonpool.cluster.probe.server import Answer, ProbeServer
 from moonpool.core.membership import Member
 from moonpool.core.progress import Progress
 
-TICK_S = 0.2
+TICK_S = 0.5
 FRESH_S = 1.0  # a page of metrics waits this long for numbers of now, then tells the newest ones it has
 log = structlog.get_logger(__name__)
 
