@@ -17,10 +17,28 @@ hypothesis.settings.load_profile("untimed")
 for name, value in {"UCX_MODULES": "^ib", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error"}.items():
     os.environ.setdefault(name, value)
 
+BEGUN_FIRST = (  # files that take long: none of them may be what the last worker of xdist is still at
+    "test_greedy_parity.py",
+    "test_suite_command.py",
+    "test_bench_handoff.py",
+    "test_local_cluster.py",
+    "test_fuzzed_http.py",
+    "test_etcd_outages.py",
+    "test_ray_launcher.py",
+    "test_console_routes.py",
+    "test_bfloat16_bound.py",
+    "test_ucx_faults.py",
+)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     channels.keep_polling()  # some tests make channels and servers by themselves, and failed ones abandon their calls
     config.pluginmanager.register(Bounds(config), "bounds")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(BEGUN_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")

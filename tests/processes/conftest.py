@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from support.cluster import LAPTOP, SPLIT, LocalCluster, running
 from support.oracle import Oracle
-from support.workers import make_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +19,8 @@ def oracle(model_dir: Path) -> Iterator[Oracle]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.workers import make_tiny_model  # with torch, which not every run needs
+
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 

@@ -61,11 +61,13 @@ class Bound:
             what = self._deadline.what
         os.write(self._stderr, f"\n+++ past its bound: {what}\n".encode())
         faulthandler.dump_traceback(file=self._stderr, all_threads=True)
-        for child in psutil.Process().children(recursive=True):
+        started = psutil.Process().children(recursive=True)
+        for process in started:
             try:
-                child.kill()
+                process.kill()
             except psutil.NoSuchProcess:
                 pass
+        psutil.wait_procs(started, timeout=5)
         os._exit(CODE)
 
 

@@ -25,6 +25,7 @@ from moonpool.wire import pb
 from moonpool.wire.convert import from_wire
 
 START_S = 240.0
+NOTICED_S = 15.0
 SPLIT = [{"name": "a", "prefill": 2}, {"name": "b", "decode": 1, "conductor": 1, "gateway": 1}]
 LAPTOP = [{"name": "a", "both": 1, "conductor": 1, "gateway": 1}]
 
@@ -130,10 +131,16 @@ class LocalCluster:
             return pb.admin_rpc.AdminStub(channel).Stats(pb.types.Empty(), timeout=5)
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """Gauges of every live member."""
-        return {
-            name: dict(self.stats(name).numbers) for name, change in self.changes().items() if change.liveness is Liveness.LIVE
-        }
+        """Gauges of every live member. One that has just died is live until that is noticed: all are asked again then."""
+        until = time.monotonic() + NOTICED_S
+        while True:
+            live = [name for name, change in self.changes().items() if change.liveness is Liveness.LIVE]
+            try:
+                return {name: dict(self.stats(name).numbers) for name in live}
+            except grpc.RpcError as e:
+                if e.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
 
     def handles(self, *without: str) -> dict[str, tuple[float, float]]:
         """(threads, sockets) of every live member but those named."""
