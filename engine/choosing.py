@@ -19,8 +19,8 @@ from moonpool.engine.families import known, recipe_of
 from moonpool.engine.fused_backend import FusedBackend
 from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.module_backend import ModuleBackend
+from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Recipe
-from moonpool.engine.torch_backend import PageTensor
 from moonpool.engine.trial import LIMITS, Trial, difference
 
 log = logging.getLogger(__name__)

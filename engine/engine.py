@@ -21,10 +21,10 @@ from moonpool.engine.choosing import Chosen, choose
 from moonpool.engine.guides import Guides
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.models import default_cache, model_fingerprint
+from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.scoring import score
-from moonpool.engine.torch_backend import PageTensor
 
 __all__ = ["Engine", "MemoryBudget", "Row", "load_engine", "memory_budget"]
 

@@ -17,8 +17,9 @@ from torch.nn import functional
 from moonpool.engine.attention import AttentionCall
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.linears import Linear, linear_of
+from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Layer, Recipe, Rotary
-from moonpool.engine.torch_backend import PageTensor, TorchStep
+from moonpool.engine.torch_backend import TorchStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from moonpool.engine.backends import Hook, Span
+from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
-from moonpool.engine.torch_backend import PageTensor, TorchStep
+from moonpool.engine.torch_backend import TorchStep
 
 
 class ModuleBackend:

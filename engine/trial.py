@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from moonpool.core.blocks import blocks_for
 from moonpool.engine.backends import Backend, Span
 from moonpool.engine.loading import ModelFacts
-from moonpool.engine.torch_backend import PageTensor
+from moonpool.engine.page_tensor import PageTensor
 
 _LENGTHS = (45, 9)  # tokens; over a border of blocks and within one
 _SEED = 1

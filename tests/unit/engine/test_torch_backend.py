@@ -11,7 +11,8 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
 from moonpool.engine.attention import AttentionCall
 from moonpool.engine.backends import Span
-from moonpool.engine.torch_backend import PageTensor, TorchStep
+from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.torch_backend import TorchStep
 
 LAYERS = 2
 
@@ -61,7 +62,7 @@ def test_a_mixed_step_equals_dense_attention_and_writes_its_pages_only(
         n = blocks_for(start + count, block)
         table, order = np.sort(order[:n])[::-1].copy(), order[n:]
         kv = torch.randn((LAYERS, 2, kv_heads, start + count, dim), generator=draw)
-        _fill(memory.tensor, table, kv[:, :, :, :start])
+        fill(memory.tensor, table, kv[:, :, :, :start])
         spans.append(Span(first, count, start, table))
         sequences.append(kv)
         first += count
@@ -79,11 +80,11 @@ def test_a_mixed_step_equals_dense_attention_and_writes_its_pages_only(
             torch.testing.assert_close(got[here].double(), want, atol=2e-5, rtol=2e-5)
     assert fired == ["before 0", "on 0", "before 1", "on 1"]
     for kv, span in zip(sequences, spans, strict=True):
-        _fill(before, span.table, kv)
+        fill(before, span.table, kv)
     torch.testing.assert_close(memory.tensor, before, equal_nan=True, atol=0, rtol=0)
 
 
-def _fill(pages: torch.Tensor, table: np.ndarray, kv: torch.Tensor) -> None:
+def fill(pages: torch.Tensor, table: np.ndarray, kv: torch.Tensor) -> None:
     """Write [layers, 2, kv_heads, tokens, dim] token by token."""
     size = pages.shape[4]
     for t in range(kv.shape[3]):
@@ -97,7 +98,7 @@ def test_bfloat16_stays_near_dense_attention() -> None:
     memory.tensor[:8] = torch.nan
     table = np.array([5, 2, 7, 0])
     kv = torch.randn((1, 2, 3, 200, 64), generator=draw).bfloat16()
-    _fill(memory.tensor, table, kv[:, :, :, :136])
+    fill(memory.tensor, table, kv[:, :, :, :136])
     query = torch.randn((9, 64, 64), generator=draw).bfloat16()
     call = AttentionCall(query, kv[0, 0, :, 136:], kv[0, 1, :, 136:], 0.125, None, None, True, ())
     got = TorchStep(memory, [Span(0, 64, 136, table)], None, None).attend(0, call)
