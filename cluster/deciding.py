@@ -7,7 +7,7 @@ from math import inf
 from types import MappingProxyType
 
 from moonpool.cluster.role_moves import make_planner
-from moonpool.core.config import Config, SchedulerConfig
+from moonpool.core.config import Config, EngineConfig, SchedulerConfig
 from moonpool.core.errors import InvalidRequest
 from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.admission.policy import Admission
@@ -25,11 +25,13 @@ COLOCATED_CHUNKS = 4  # steps that running sequences wait longer in, at most, fo
 LIVE: Mapping[str, Mapping[str, float]] = MappingProxyType({"moonpool": {"lookahead_s": 0.03}})
 
 
-def policy_of(scheduler: SchedulerConfig, chunk_tokens: int = 512) -> Policy:
-    """``chunk_tokens``: of prompts in one step of a worker. InvalidRequest names an unknown policy or setting."""
+def policy_of(scheduler: SchedulerConfig, engine: EngineConfig = EngineConfig()) -> Policy:
+    """InvalidRequest names an unknown policy or setting."""
     settings = {**LIVE.get(scheduler.policy, {}), **scheduler.policy_settings}
     if scheduler.colocate and scheduler.policy == Moonpool.name:
-        settings = {"colocate": COLOCATED_CHUNKS * chunk_tokens, "chunk": chunk_tokens, **settings}
+        chunk = engine.prefill_chunk
+        paced = {"paced": 1.0, "gap_s": engine.gap_ms / 1e3} if engine.gap_ms else {}
+        settings = {"colocate": COLOCATED_CHUNKS * chunk, "chunk": chunk, **paced, **settings}
     return make_policy(scheduler.policy, settings)
 
 
@@ -44,7 +46,7 @@ def admission_of(scheduler: SchedulerConfig) -> Admission:
 def conductor_of(config: Config) -> Conductor:
     scheduler = config.scheduler
     return Conductor(
-        policy=policy_of(scheduler, config.engine.prefill_chunk),
+        policy=policy_of(scheduler, config.engine),
         admission=admission_of(scheduler),
         booking_s=config.timing.request_budget_ms / 1e3,
         log_limit=scheduler.log_limit,

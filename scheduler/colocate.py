@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moonpool.core.gaps import STEADY_SHARE
 from moonpool.scheduler.costs import least, work_seconds
 from moonpool.scheduler.policy import Asked, Choice
+
+LEAST_S = 1e-3  # for a prompt in a step, where the step alone takes all the time there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +23,13 @@ class Limits:
     """``chunk_tokens``: computed in one step; ``max_tokens``: more are never computed beside running sequences.
 
     ``gap_s``: longest time between tokens that running sequences are asked to bear where the request names no target.
+    ``paced``: workers cut chunks so that a step takes its steady share of that time.
     """
 
     chunk_tokens: int = 512
     max_tokens: int = 2_048
     gap_s: float = 0.1
+    paced: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +59,17 @@ def colocated(asked: Asked, limits: Limits = Limits()) -> Colocated | None:
     computed = prompt.tokens - np.minimum(local * prompt.block_tokens, prompt.tokens - 1)  # the last token always is
     work = work_seconds(board, prompt, local, asked.held.own)
     step = asked.decode.tbt
+    target_ms = asked.request.targets.tbt_ms
+    limit_s = limits.gap_s if target_ms is None else target_ms / 1e3
     chunks = -(-computed // limits.chunk_tokens)
+    if limits.paced:
+        left_s = np.maximum(STEADY_SHARE * limit_s - step, LEAST_S)  # of each step, for the prompt
+        chunks = np.maximum(chunks, np.ceil(work / left_s))
     wait = np.maximum(board.busy_until - asked.now, 0.0)  # other prompts that it computes
     ttft = wait + work + chunks * step + asked.overhead_s
     gap = (step + work / chunks) * (1.0 + np.maximum(board.step_spread, board.prefill_spread))
-    target_ms = asked.request.targets.tbt_ms
-    rows &= (computed <= limits.max_tokens) & (gap <= (limits.gap_s if target_ms is None else target_ms / 1e3))
+    bearable = step * (1.0 + board.step_spread) <= STEADY_SHARE * limit_s if limits.paced else gap <= limit_s
+    rows &= (computed <= limits.max_tokens) & bearable
     row = least(ttft, rows, board)
     if row is None:
         return None

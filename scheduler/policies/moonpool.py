@@ -40,6 +40,8 @@ class Moonpool:
     move: float = 1.0  # 0: what is fetched is a copy
     colocate: float = 0.0  # prompt tokens, at most, that a decode worker computes itself where that is sooner; 0: none
     chunk: float = 512.0  # of them in one of its steps
+    gap_s: float = 0.1  # between two ids that answers without a target bear meanwhile
+    paced: float = 0.0  # 1: workers cut chunks so that it is kept
     decode_window_s: float = 15.0  # in which a decode worker's steps count, from the first token on; 0: its step of now
     room: float = 0.95  # of its target for gaps: a prompt whose steps would be longer is held back; 0: none is
     held: float = 0.5  # of its target for the first token, at most
@@ -54,7 +56,11 @@ class Moonpool:
         decode = None if row is None else self._decoder(asked, row, float(ttft[row]))
         if row is None or decode is None:
             return None
-        own = colocated(asked, Limits(int(self.chunk), int(self.colocate))) if self.colocate else None
+        own = (
+            colocated(asked, Limits(int(self.chunk), int(self.colocate), self.gap_s, self.paced > 0.0))
+            if self.colocate
+            else None
+        )
         if own is not None and own.ttft_s - asked.overhead_s < ttft[row] - TIE_S:
             return own.choice
         hold = self._crowded(asked, decode)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moonpool.cluster.configure import all_keys, describe, load_config, sections, variable_of
 from moonpool.cluster.deciding import policy_of
-from moonpool.core.config import Config, SchedulerConfig
+from moonpool.core.config import Config, EngineConfig, SchedulerConfig
 from moonpool.core.errors import ConfigError
 from moonpool.scheduler.policies.moonpool import Moonpool
 
@@ -192,6 +192,8 @@ def test_a_policy_that_does_not_exist_or_has_no_such_number_is_refused_by_name(k
 
 def test_a_live_conductor_binds_a_little_before_a_worker_is_free_unless_told_otherwise() -> None:
     assert policy_of(SchedulerConfig()) == Moonpool(lookahead_s=0.03)
+    colocating = policy_of(SchedulerConfig(colocate=True), EngineConfig(prefill_chunk=256, gap_ms=50))
+    assert colocating == Moonpool(lookahead_s=0.03, colocate=1024.0, chunk=256.0, gap_s=0.05, paced=1.0)
     assert policy_of(SchedulerConfig(policy_settings={"lookahead_s": 0.0, "age": 0.2})) == Moonpool(lookahead_s=0.0, age=0.2)
 
 

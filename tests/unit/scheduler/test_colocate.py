@@ -15,9 +15,9 @@ from moonpool.scheduler.policies.moonpool import Moonpool
 TBT_MS = 400.0
 
 
-def cluster(*, colocate: float = 512.0, busy_s: float = 0.0) -> Cluster:
+def cluster(*, colocate: float = 512.0, busy_s: float = 0.0, paced: float = 0.0) -> Cluster:
     """One prefill worker, busy for a while, and two decode workers with nothing to do."""
-    made = Cluster(Conductor(policy=Moonpool(colocate=colocate, chunk=128.0)))
+    made = Cluster(Conductor(policy=Moonpool(colocate=colocate, chunk=128.0, paced=paced)))
     for node in "ab":
         made.join(f"store-{node}", Role.STORE, node)
     made.join("prefill-0", Role.PREFILL, "a")
@@ -65,6 +65,13 @@ def test_a_long_prompt_that_is_cached_there_is_short() -> None:
 @pytest.mark.parametrize(("tbt_ms", "colocated"), [(60.0, False), (400.0, True)])
 def test_a_step_with_a_chunk_in_it_must_meet_the_time_between_tokens(tbt_ms: float, colocated: bool) -> None:
     made = cluster(busy_s=3.0)
+    answer = answered(made, 200, tbt_ms=tbt_ms)
+    assert (isinstance(answer, Placement) and answer.prefill == answer.decode) is colocated
+
+
+@pytest.mark.parametrize(("tbt_ms", "colocated"), [(20.0, False), (60.0, True)])
+def test_where_workers_cut_chunks_only_the_step_itself_must_meet_it(tbt_ms: float, colocated: bool) -> None:
+    made = cluster(busy_s=3.0, paced=1.0)
     answer = answered(made, 200, tbt_ms=tbt_ms)
     assert (isinstance(answer, Placement) and answer.prefill == answer.decode) is colocated
 
