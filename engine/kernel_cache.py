@@ -7,13 +7,21 @@ states are removed. Import this module before numba compiles anything: every mod
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import hashlib
+import logging
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numba
+
+log = logging.getLogger(__name__)
 
 _SOURCES = ("compiled/*.py", "paged_*.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
@@ -30,18 +38,45 @@ def kernel_folder(root: Path) -> Path:
 
 
 def use_kernel_cache(root: Path | None = None) -> Path:
-    """Make numba keep kernels below ``root`` (default: the user's cache folder). Best effort: without it they compile again."""
+    """Make numba keep kernels below ``root`` (default: the user's cache folder); returns the folder.
+
+    Cached kernels are code, and pickled: a folder that somebody else may write is not used, nor one that this user may not.
+    Then kernels live in a folder of this process's own, and every start compiles them.
+    """
     folder = kernel_folder(root or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonpool")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(folder.parent)
+        _require_own(folder)
         os.utime(folder)
         for other in folder.parent.iterdir():
             if other != folder and time.time() - other.stat().st_mtime > _KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        return folder
+    except OSError as e:
+        folder = Path(tempfile.mkdtemp(prefix="moonpool-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        log.warning("kernels are not kept for the next start: %s", e)
     numba.config.CACHE_DIR = str(folder)
     return folder
+
+
+def _require_own(folder: Path) -> None:
+    facts = folder.stat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to somebody else or may be written by others; chmod 700 it, or remove it")
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around what may compile: of several processes that start at once one does it, and the others load what it made."""
+    try:
+        file = (Path(numba.config.CACHE_DIR) / ".lock").open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 use_kernel_cache()

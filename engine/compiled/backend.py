@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,10 @@ from moonpool.engine.compiled import planning, step
 from moonpool.engine.compiled.crew import dismiss, fresh_sync
 from moonpool.engine.compiled.packing import by_turns, pack, pack_bias, padded
 from moonpool.engine.compiled.records import LAYER, MERGE, MODEL, TASK, WORK, one
+from moonpool.engine.kernel_cache import compiling
 from moonpool.engine.recipe import Projection, Recipe
+
+log = logging.getLogger(__name__)
 
 _GATES = {"silu": (1.0, 0.0), "gelu_tanh": (1.5957691216057308, 0.07135481627260025)}
 _LOG2E = 1.4426950408889634
@@ -46,8 +51,10 @@ class CompiledBackend:
         self._sync = fresh_sync()
         self._fill_model(pages)
         self._fill_layers()
-        self._grow(step_tokens)
+        self._allocate(step_tokens)
         self._logits = np.empty((_KEPT_LOGITS, int(self._models[0]["vocabulary"])), np.float32)
+        self._warm_up()
+        self._muster()
 
     def forward(
         self,
@@ -59,7 +66,9 @@ class CompiledBackend:
     ) -> torch.Tensor:
         """float32; see ``Backend``."""
         if len(ids) > self._capacity:
-            self._grow(len(ids))
+            self._dismiss()
+            self._allocate(len(ids))
+            self._muster()
         logits = self._logits_for(len(wanted))
         kept = self._plan(ids, spans, wanted, logits)
         layers = len(self._layers)
@@ -124,9 +133,8 @@ class CompiledBackend:
             return self._logits[:rows]
         return np.empty((rows, self._logits.shape[1]), np.float32)
 
-    def _grow(self, tokens: int) -> None:
-        """Buffers for steps of ``tokens`` tokens, and a crew that knows them."""
-        self._dismiss()
+    def _allocate(self, tokens: int) -> None:
+        """Buffers for steps of ``tokens`` tokens. No crew may be at work: it knows the former ones."""
         self._buffers = []
         recipe, layout, work = self._recipe, self._layout, self._works[0]
         self._capacity = tokens
@@ -156,13 +164,22 @@ class CompiledBackend:
         for name, array in (("positions", self._positions), ("places", self._places), ("order", self._order)):
             work[name] = array.ctypes.data
         work["counters"], work["threads"] = self._counters.ctypes.data, self._threads
-        self._muster()
 
     def _buffer(self, size: int) -> Address:
         raw = np.zeros(size + _ALIGN, np.uint8)
         self._buffers.append(raw)
         start: int = raw.ctypes.data
         return -(-start // _ALIGN) * _ALIGN
+
+    def _warm_up(self) -> None:
+        """Compile, or load what was compiled before."""
+        begun = time.monotonic()
+        with compiling():
+            self._plan(np.zeros(1, np.int64), [Span(0, 1, 0, np.zeros(1, np.int64))], (), self._logits)
+            self._works[0]["tokens"], self._works[0]["threads"] = 0, 1
+            self._run(0, 0)
+        self._works[0]["threads"] = self._threads
+        log.info("kernels are ready after %.1f s", time.monotonic() - begun)
 
     def _muster(self) -> None:
         self._sync = fresh_sync()

@@ -1,0 +1,58 @@
+"""Where compiled kernels are kept, and where they are not."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import numba
+import pytest
+
+from moonpool.engine.kernel_cache import compiling, kernel_folder, use_kernel_cache
+
+
+@pytest.fixture(autouse=True)
+def _numba_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+
+
+def test_kernels_lie_in_a_folder_of_their_sources_that_only_the_user_may_write(tmp_path: Path) -> None:
+    folder = use_kernel_cache(tmp_path)
+    assert folder == kernel_folder(tmp_path) and str(folder) == numba.config.CACHE_DIR
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_kernels_of_former_sources_are_removed_once_they_are_old(tmp_path: Path) -> None:
+    old, recent = tmp_path / "kernels" / "old", tmp_path / "kernels" / "recent"
+    old.mkdir(parents=True)
+    recent.mkdir()
+    (tmp_path / "kernels").chmod(0o700)
+    past = time.time() - 30 * 86_400
+    os.utime(old, (past, past))
+    use_kernel_cache(tmp_path)
+    assert not old.exists() and recent.exists()
+
+
+def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    folder = use_kernel_cache(tmp_path)
+    assert tmp_path not in folder.parents and folder.is_dir()
+    assert "may be written by others" in caplog.text
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path) -> None:
+    use_kernel_cache(tmp_path)
+    with compiling():
+        child = os.fork()
+        if child == 0:  # only system calls from here on: the parent has threads
+            import fcntl
+
+            with (kernel_folder(tmp_path) / ".lock").open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
