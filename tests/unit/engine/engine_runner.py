@@ -108,7 +108,7 @@ class Runner:
         position = len(s.seen.tokens)
         state = SamplerState(SamplingParams(max_tokens=1 << 20, temperature=0), s.prompt, s.seen.tokens)
         drawn = sample(logits[None], [state], self.engine.eos_ids)[0].token
-        s.seen.logits.append(logits)
+        s.seen.logits.append(logits.clone())  # the engine may write its next answer there
         s.seen.tokens.append(s.forced[position] if s.forced else drawn)
 
 
