@@ -17,8 +17,8 @@ PAUSE_S = 0.1
 
 @dataclass
 class SteadyLoad:
-    """``users`` side by side, each one request after the other, every second one streamed; ``urls`` are asked for anew when
-    a gateway does not answer.
+    """``users`` side by side, each one request after the other with a rest between them, which leaves cores to those that
+    start; every second one streamed; ``urls`` are asked for anew when a gateway does not answer.
 
     ``counts``: refused_connections (nobody listened), goodbyes (503 of a gateway that leaves, and idle connections closed
     under a request), streamed, whole; none of them is a loss. ``lost``: what no retry may mend.
@@ -28,6 +28,7 @@ class SteadyLoad:
     prompts: Sequence[tuple[int, ...]]
     tokens: int
     users: int = 4
+    rest_s: float = 0.2
     counts: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
     answers: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -53,6 +54,7 @@ class SteadyLoad:
             else:
                 self.lost.append(f"{TRIES} tries and no answer")
             urls = itertools.cycle(await asyncio.to_thread(self.urls)) if turn % 5 == 0 else urls
+            await asyncio.sleep(self.rest_s)
 
     async def _ask(self, client: httpx.AsyncClient, url: str, prompt: tuple[int, ...], *, streamed: bool) -> bool:
         """False: nothing of an answer came, the next gateway is to be asked."""

@@ -37,21 +37,23 @@ def read_until(stop: threading.Event, client: WorkerStore, ticket: Ticket) -> Co
 
 @pytest.mark.parametrize("poison", [False, True])
 async def test_a_read_that_outlives_its_ticket_is_right_or_a_miss_and_never_wrong(tmp_path: Path, poison: bool) -> None:
-    settings = config(tmp_path, slots=4, engine={"poison": poison})
+    settings = config(tmp_path, slots=4, engine={"poison": poison}, timing={"silent_after_ms": 10_000})  # the reader is busy
     async with store_node(settings, Roll()) as node, worker(node) as (reader, _), worker(node, "decode-1") as (other, _):
         keys = block_keys("k", 4)
         await other.publish([(key, block_bytes(key)) for key in keys])
         ticket = await reader.pin(keys)
         stop = threading.Event()
         reading = asyncio.create_task(asyncio.to_thread(read_until, stop, reader, ticket))
-        assert await other.publish([(key, block_bytes(key)) for key in block_keys("x", 4)]) == 0, "all pinned"
-        for session in node.sessions:
-            if session.life.member == "decode-0":
-                node.sessions.end(session, "the reader fell silent")
-        for i in range(40):
-            fresh = block_keys(f"n{i}-", 4)
-            assert await other.publish([(key, block_bytes(key)) for key in fresh]) == 4
-        stop.set()
+        try:
+            assert await other.publish([(key, block_bytes(key)) for key in block_keys("x", 4)]) == 0, "all pinned"
+            for session in node.sessions:
+                if session.life.member == "decode-0":
+                    node.sessions.end(session, "the reader fell silent")
+            for i in range(40):
+                fresh = block_keys(f"n{i}-", 4)
+                assert await other.publish([(key, block_bytes(key)) for key in fresh]) == 4
+        finally:
+            stop.set()
         seen = await reading
         assert seen["miss"] > 0
         assert seen["right"] > 0
