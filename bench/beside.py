@@ -97,8 +97,7 @@ async def take_turns(ours: Side, theirs: Side, turns: int, say: Callable[[str], 
             number = turn * len(MEASURES) + at + 1
             for side in (ours, theirs) if ours_first(turn) else (theirs, ours):
                 await side.take(measure, number, keep=turn > 0)
-        if turn:
-            say(f"turn {turn} of {turns}: {last_words(ours.samples, theirs.samples)}")
+        say(f"turn {turn} of {turns}: {last_words(ours.samples, theirs.samples)}" if turn else "both are warm")
 
 
 async def score_of(client: AskingClient) -> tuple[float, dict[str, float]]:

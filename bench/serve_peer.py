@@ -18,6 +18,7 @@ Keys, ours over theirs, medians over the turns (``spread``: least and most over 
     pool_warm_ttft_2048_ms, pool_warm_ttft_4096_ms              ours, from the pool: device pages dropped before
     startup_first_s            ours with an empty kernel cache
     idle_cores, peer_idle_cores, peer_stopped                   CPU seconds per second while nobody asks
+    ceilings                    what the machine reads and multiplies at best: bench.ceilings
     peer, peer_python, peer_facts, peer_budgets, peer_starts_s  version, settings, CPUs its threads may run on, the choice
 """
 
@@ -35,6 +36,7 @@ from typing import Any
 from moonpool.bench import beside
 from moonpool.bench.asking import AskingClient, ttft_ms
 from moonpool.bench.beside import Side, best_budget, score_of, take_turns
+from moonpool.bench.ceilings import ceilings
 from moonpool.bench.local_cluster import LocalCluster, local_cluster
 from moonpool.bench.machine import machine_facts
 from moonpool.bench.our_side import forget_pages, nodes_of, our_settings, words_of_workers
@@ -96,6 +98,7 @@ def serve_beside(options: BesideOptions, say: Say) -> dict[str, Any]:
     settings = our_settings(nodes, options.kv_gib << 30, options.engine, options.settings)
     say(f"this takes about {options.estimate_s() // 60 + 1} minutes")
     machine = machine_facts()
+    bounds = ceilings(int(str(machine["cores"])))
     with _model(options, say) as model_dir:
         run = _Run(options, nodes, settings, model_dir, say)
         with tempfile.TemporaryDirectory(prefix="moonpool-kernels-") as empty:
@@ -108,8 +111,8 @@ def serve_beside(options: BesideOptions, say: Say) -> dict[str, Any]:
     return {
         "roles": options.roles, "model": options.model, "family": options.family, "engine": options.engine,
         "dtype": "bfloat16", "kv_bytes": options.kv_gib << 30, "settings": settings, "machine": machine,
-        "peer": version, "peer_python": str(python), "peer_budgets": {str(budget): each for budget, each in budgets.items()},
-        "startup_first_s": first, **found,
+        "ceilings": bounds, "peer": version, "peer_python": str(python),
+        "peer_budgets": {str(budget): each for budget, each in budgets.items()}, "startup_first_s": first, **found,
     }  # fmt: skip
 
 
