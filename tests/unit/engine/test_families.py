@@ -120,7 +120,7 @@ def test_a_model_that_is_built_otherwise_is_left_to_its_module(kind: str, tmp_pa
     torch.testing.assert_close(torch.stack(got.logits), eager_logits(tmp_path, ids)[29:-1], atol=3e-5, rtol=1e-5)
 
 
-class _Louder(LlamaMLP):
+class _Louder(LlamaMLP):  # type: ignore[misc]  # the library is untyped
     """What a plug-in might put into a model."""
 
 
