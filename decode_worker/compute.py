@@ -40,8 +40,8 @@ class Computer:
         self._engine, self._watch, self._turns = engine, watch, turns
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
 
-    async def run(self, step: Step) -> Computed:
-        """Whatever the engine raises comes out of here; the engine stays usable."""
+    def begin(self, step: Step) -> asyncio.Future[Computed]:
+        """What comes of ``step``, which computes from now on. Whatever the engine raises is in it; the engine stays usable."""
         rows: list[Row] = []
         draws: list[list[SamplerState] | None] = []
         for row in step.rows:
@@ -51,10 +51,9 @@ class Computer:
             table, wants_logits = tuple(seq.pages), bool(draws[-1])
             rows.append(Row.of(seq.tokens, row.start, row.end, table, wants_logits=wants_logits, scores=scores))
         self._watch.began(time.monotonic())
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, draws)
-        finally:
-            self._watch.ended(time.monotonic())
+        computing = asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, draws)
+        computing.add_done_callback(lambda _: self._watch.ended(time.monotonic()))
+        return computing
 
     def close(self) -> None:
         """Blocks until the step under way is over."""

@@ -39,7 +39,7 @@ class Pacing:
         return tokens
 
     def measured(self, step: Step, seconds: float) -> None:
-        """A step that is computed: before the batcher is told."""
+        """A step that is computed."""
         self.cost.add(work_of(step.rows), seconds)
 
     def told(self, sequence: Sequence, now: float) -> None:

@@ -71,6 +71,7 @@ class StepLoop:
         self._computer = Computer(engine, self.watch, turns)
         self._wake = asyncio.Event()
         self._cut: Step | None = None  # under way when the loop was ended
+        self._measured: tuple[Step, float] | None = None  # and its seconds: computed, and not accounted for yet
         self._task = asyncio.create_task(self._run(), name="steps")
 
     def poke(self) -> None:
@@ -122,6 +123,7 @@ class StepLoop:
                     self._owner.fill(admission)
                 step = self._plan()
                 if step is None:
+                    self._account()
                     self.turns.rest()
                     await self._wake.wait()
                     continue
@@ -140,7 +142,9 @@ class StepLoop:
 
     async def _compute(self, step: Step) -> None:
         try:
-            computed = await self._computer.run(step)
+            computing = self._computer.begin(step)
+            self._account()
+            computed = await computing
         except asyncio.CancelledError:
             self._cut = step
             raise
@@ -152,11 +156,18 @@ class StepLoop:
             return
         self._advance(step, computed)
 
+    def _account(self) -> None:
+        """For the step that was computed last, while the next one computes: nobody waits for it."""
+        if self._measured is None:
+            return
+        (step, seconds), self._measured = self._measured, None
+        if all(row.end - row.start == 1 for row in step.rows):
+            self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), seconds))
+        self._pacing.measured(step, seconds)
+
     def _advance(self, step: Step, computed: Computed) -> None:
         self.steps += 1
-        if all(row.end - row.start == 1 for row in step.rows):
-            self.timings.append(StepTiming(len(step.rows), sum(row.end for row in step.rows), computed.seconds))
-        self._pacing.measured(step, computed.seconds)
+        self._measured = step, computed.seconds
         own = [ids[0].token if isinstance(ids, tuple) and ids else None for ids in computed.ids]
         self.publisher.offer(self.batcher.complete(step, own))
         now = time.monotonic()

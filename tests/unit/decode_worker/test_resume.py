@@ -145,7 +145,7 @@ async def test_what_the_pool_lost_of_a_running_sequence_is_filled_in_again_from_
         whole = split.oracle(request)
         answer = split.gateway.begin(request)
         await answer.count(3)
-        assert split.stores["b"].pool.clear().cleared > 0
+        await until(lambda: split.stores["b"].pool.clear().cleared > 0, "the hand-off let go of its blocks")
         await answer.count(40)
         assert split.decode.numbers()["blocks_mended_count"] >= 6
         split.decode.cancel(split.gateway.stream, request.id, 1)
