@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 
 from moonpool.bench.local_cluster import BOTH, SPLIT, LocalCluster
-from moonpool.cluster.survey import TIMEOUT_S, members, survey
+from moonpool.cluster.survey import TIMEOUT_S, members
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness
@@ -16,7 +16,6 @@ from moonpool.wire.channels import dial
 
 ENGINES = ("auto", "compiled", "fused", "torch")
 _WORKERS = ("prefill", "decode", "both")
-_LONG = ("lives",)  # words that are records of requests
 _HOLD_PAGES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 
 
@@ -70,10 +69,10 @@ async def forget_pages(cluster: LocalCluster) -> None:
                 await pb.admin_rpc.AdminStub(channel).ClearDevicePages(pb.types.Empty(), timeout=TIMEOUT_S)
 
 
-async def words_of_workers(cluster: LocalCluster) -> dict[str, dict[str, str]]:
-    """What each worker says about itself: its backend, its carriers."""
+async def engines_of(cluster: LocalCluster) -> dict[str, str]:
+    """The backend that each worker really computes with."""
     return {
-        answer.change.member.id: {name: word for name, word in answer.words.items() if name not in _LONG}
-        for answer in await survey(cluster.registry)
-        if answer.change.member.role in _HOLD_PAGES
+        change.member.id: change.member.details.get("engine", "unknown")
+        for change in await members(cluster.registry)
+        if change.liveness is Liveness.LIVE and change.member.role in _HOLD_PAGES
     }

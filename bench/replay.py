@@ -14,7 +14,7 @@ Keys, ours over theirs, over all rounds (``spread``: least and most over the rou
     goodput_062, peer_goodput_062, slo_share_062, slo_prompt_tokens_062_vs_peer, ...
     rounds                        {"ours"|"peer": {rate: [one verdict per round]}}: counts, refusals, share in targets,
                                   goodput, p50/p90/p99 of TTFT and TPOT of answered requests, cached share; see bench.slo
-    peer, peer_facts, peer_budgets, startup_s, peer_startup_s, settings, machine, interrupted, picture
+    peer, peer_facts, peer_budgets, engines, startup_s, peer_startup_s, settings, machine, interrupted, picture
 
 Ctrl-C or SIGTERM ends the run that is under way; what whole rounds gave is still printed, with ``interrupted`` true.
 """
@@ -34,7 +34,7 @@ from typing import Any
 from moonpool.bench.asking import AskingClient
 from moonpool.bench.local_cluster import local_cluster
 from moonpool.bench.machine import machine_facts
-from moonpool.bench.our_side import nodes_of, our_settings
+from moonpool.bench.our_side import engines_of, nodes_of, our_settings
 from moonpool.bench.replay_picture import draw_replays
 from moonpool.bench.replay_plan import plan_at
 from moonpool.bench.sides import ours_first
@@ -110,6 +110,7 @@ class _Found:
     records: dict[str, dict[float, list[list[RequestRecord]]]]
     verdicts: dict[str, dict[float, list[Verdict]]]
     startups: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "peer": []})
+    engines: dict[str, str] = field(default_factory=dict)
     peer_facts: dict[str, Any] = field(default_factory=dict)
     budgets: dict[int, Verdict] = field(default_factory=dict)
     interrupted: bool = False
@@ -144,6 +145,7 @@ def replay(options: ReplayOptions, say: Say) -> dict[str, Any]:
         "dtype": "bfloat16", "kv_bytes": options.kv_gib << 30, "targets_sent": options.send_targets,
         "slo_ttft_s": options.slo.ttft_s, "slo_tpot_s": options.slo.tpot_s, "settings": settings, "machine": machine,
         "peer": version, "peer_python": str(python), "peer_facts": found.peer_facts,
+        "engines": found.engines,
         "peer_budgets": as_json({float(budget): [verdict] for budget, verdict in found.budgets.items()}),
         "startup_s": found.startups["ours"], "peer_startup_s": found.startups["peer"], "interrupted": found.interrupted,
         **compared_verdicts(found.verdicts["ours"], found.verdicts["peer"]),
@@ -183,6 +185,7 @@ class _Run:
         began = time.monotonic()
         with local_cluster(self.nodes, self.model_dir, self.settings) as cluster:
             asyncio.run(_warm(cluster.url))
+            self.found.engines = asyncio.run(engines_of(cluster))
             self.found.startups["ours"].append(time.monotonic() - began)
             yield cluster.url
 

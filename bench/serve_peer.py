@@ -17,6 +17,7 @@ Keys, ours over theirs, medians over the turns (``spread``: least and most over 
     ttft_512_ms, peer_ttft_512_ms, ...                          the medians themselves
     pool_warm_ttft_2048_ms, pool_warm_ttft_4096_ms              ours, from the pool: device pages dropped before
     startup_first_s            ours with an empty kernel cache
+    engines                    the backend that each of our workers really computes with
     idle_cores, peer_idle_cores, peer_stopped                   CPU seconds per second while nobody asks
     ceilings                    what the machine reads and multiplies at best: bench.ceilings
     peer, peer_python, peer_facts, peer_budgets, peer_starts_s  version, settings, CPUs its threads may run on, the choice
@@ -39,7 +40,7 @@ from moonpool.bench.beside import Side, best_budget, score_of, take_turns
 from moonpool.bench.ceilings import ceilings
 from moonpool.bench.local_cluster import LocalCluster, local_cluster
 from moonpool.bench.machine import machine_facts
-from moonpool.bench.our_side import forget_pages, nodes_of, our_settings, words_of_workers
+from moonpool.bench.our_side import engines_of, forget_pages, nodes_of, our_settings
 from moonpool.bench.process_trees import cluster_processes, idle_share, resident_bytes, stopped
 from moonpool.bench.random_model import FAMILIES, make_random_model
 from moonpool.bench.sides import Samples, compared
@@ -196,7 +197,7 @@ async def _measure(cluster: LocalCluster, peer: Peer, turns: int, say: Say) -> t
         with ours.alone():
             await _from_the_pool(cluster, ours, turns, say)
         facts = {"idle_cores": idle, "peer_idle_cores": peer_idle, "peer_stopped": peer_idle > _SPINS}
-        return ours.samples, theirs.samples, {**facts, "workers": await words_of_workers(cluster)}
+        return ours.samples, theirs.samples, {**facts, "engines": await engines_of(cluster)}
 
 
 async def _from_the_pool(cluster: LocalCluster, ours: Side, turns: int, say: Say) -> None:

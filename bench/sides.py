@@ -10,6 +10,7 @@ from typing import Any
 
 Samples = dict[str, list[float]]
 
+_CACHED = "_cached_"  # counts of tokens, of which no ratio says anything
 _UNIT = re.compile(r"_(ms|s|bytes)\Z")
 
 
@@ -41,6 +42,8 @@ def compared(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[
         if not other:
             continue
         out[f"peer_{name}"], spread[f"peer_{name}"] = statistics.median(other), [min(other), max(other)]
+        if _CACHED in name:
+            continue
         out[ratio_name(name)] = ratio(statistics.median(mine), statistics.median(other))
         turns = [each for a, b in zip(mine, other, strict=False) if (each := ratio(a, b)) is not None]
         if turns:

@@ -64,8 +64,14 @@ def test_whoever_is_first_changes_from_turn_to_turn() -> None:
 
 
 def test_figures_are_medians_ratios_of_medians_and_spreads_over_the_turns() -> None:
-    ours = {"ttft_512_ms": [300.0, 200.0, 400.0], "pool_warm_ttft_2048_ms": [70.0], "out_tok_s_32": [600.0], "rss_bytes": [3e9]}
-    theirs = {"ttft_512_ms": [400.0, 400.0, 800.0], "out_tok_s_32": [400.0], "rss_bytes": [6e9]}
+    ours = {
+        "warm_cached_2048": [2_047.0],
+        "ttft_512_ms": [300.0, 200.0, 400.0],
+        "pool_warm_ttft_2048_ms": [70.0],
+        "out_tok_s_32": [600.0],
+        "rss_bytes": [3e9],
+    }
+    theirs = {"ttft_512_ms": [400.0, 400.0, 800.0], "out_tok_s_32": [400.0], "rss_bytes": [6e9], "warm_cached_2048": [2_016.0]}
     found = compared(ours, theirs)
     assert found["ttft_512_ms"] == 300.0
     assert found["peer_ttft_512_ms"] == 400.0
@@ -76,6 +82,8 @@ def test_figures_are_medians_ratios_of_medians_and_spreads_over_the_turns() -> N
     assert found["rss_vs_peer"] == 0.5
     assert found["pool_warm_ttft_2048_ms"] == 70.0
     assert "pool_warm_ttft_2048_vs_peer" not in found
+    assert found["peer_warm_cached_2048"] == 2_016.0
+    assert "warm_cached_2048_vs_peer" not in found
 
 
 def test_names_of_ratios_have_no_units() -> None:
