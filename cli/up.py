@@ -137,6 +137,7 @@ def _make_launcher(config: Config, state: StateDir) -> MakeLauncher:
 
 def _announce(config: Config, url: str, members: list[Member], detached: bool, links: tuple[str, ...]) -> None:
     from moonpool.cluster.identity.exposure import console_wanted
+    from moonpool.cluster.sharing import advice, cores
 
     say("")
     for member in members:
@@ -156,6 +157,8 @@ def _announce(config: Config, url: str, members: list[Member], detached: bool, l
     say(f"\nserving {', '.join(model.served_name for model in config.models)} at {url}{stops}\n")
     if console_wanted(config):
         say(f"  console: {url}/console\n")
+    if config.cluster.ray_address == "local" and (hint := advice(config, cores())):
+        say(f"  {hint}\n")
     security = config.security
     authority = Path(security.https_cert).parent / "ca.pem"  # as `moonpool certs make` lays them
     trust = f" --cacert {authority}" if security.https_cert and authority.exists() else ""

@@ -13,6 +13,7 @@ from moonpool.core.config import Config
 from moonpool.core.ids import Role
 
 OWN_THREADS = "compiled"  # the backend whose threads are its own
+ENOUGH_CORES = 4  # for each worker: then nobody feels the others
 
 
 def cores() -> int:
@@ -42,6 +43,15 @@ def takes_turns(config: Config, backend: str) -> bool:
     if config.engine.permit != "auto":
         return config.engine.permit == "on"
     return backend == OWN_THREADS and not config.engine.threads and computing(config) > 1
+
+
+def advice(config: Config, here: int) -> str | None:
+    """For whoever starts a whole cluster on one machine of ``here`` cores, where another layout answers sooner."""
+    split = any(node.prefill for node in config.cluster.nodes) and any(node.decode for node in config.cluster.nodes)
+    workers = computing(config)
+    if not split or config.engine.threads or here >= ENOUGH_CORES * workers:
+        return None
+    return f"{workers} workers share {here} cores; on one machine `moonpool up --role both` answers sooner"
 
 
 def decided(config: Config, backend: str) -> Config:

@@ -43,7 +43,9 @@ class EngineConfig(_Values):
     backend: Literal["auto", "compiled", "fused", "torch"] = Field(
         "auto", description="what computes; auto: the fastest that the CPU, model and dtype allow; torch: the library's module"
     )
-    threads: int = Field(0, ge=0, description="compute threads; 0: one per split worker, all cores in role both")
+    threads: int = Field(
+        0, ge=0, description="compute threads; 0: all cores in role both and where workers take turns, one each otherwise"
+    )
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")
     page_bytes: int = Field(512 * MIB, ge=MIB, description="device memory for pages per worker, where pages is 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moonpool.cluster.sharing import computing, cores, decided, own_threads, torch_threads
+from moonpool.cluster.sharing import advice, computing, cores, decided, own_threads, torch_threads
 from moonpool.core.config import ClusterConfig, Config, EngineConfig, NodeConfig
 from moonpool.core.ids import Role
 
@@ -31,6 +31,13 @@ def test_several_workers_take_turns_where_their_threads_sleep_between_steps(
     nodes: tuple[NodeConfig, ...], engine: dict[str, object], backend: str, permit: str
 ) -> None:
     assert decided(config(nodes, **engine), backend).engine.permit == permit
+
+
+def test_whoever_splits_few_cores_hears_of_role_both() -> None:
+    assert advice(config(SPLIT), 2) == "2 workers share 2 cores; on one machine `moonpool up --role both` answers sooner"
+    assert advice(config(SPLIT), 8) is None
+    assert advice(config(SPLIT, threads=1), 2) is None
+    assert advice(config(BOTH), 2) is None
 
 
 def test_threads_of_each_kind() -> None:
