@@ -232,6 +232,19 @@ def alloc(
     print_figures(measure(**chosen({"pool_gib": pool_gib, "bursts": bursts, "policy": policy})), as_json)
 
 
+@bench.command("attention")
+def attention(
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads that compute.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Samples per figure; the best counts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attention over pages against what the machine reads and multiplies, for each backend that runs here."""
+    from moonpool.bench.attention import AttentionOptions
+    from moonpool.bench.attention import attention as measure
+
+    print_figures(measure(AttentionOptions(**chosen({"threads": threads, "rounds": rounds}))), as_json)
+
+
 @bench.command("codecs")
 def codecs(
     model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
