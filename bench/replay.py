@@ -52,7 +52,7 @@ from moonpool.loadgen.trace import Trace, read_trace
 
 TRACE = "conversation_trace.jsonl.gz"
 _CHOICE_SHARE = 5  # one in so many requests of the slice chooses the budget
-_PEER_START_S, _OUR_START_S, _DRAIN_S = 100.0, 25.0, 40.0  # for the estimate alone
+_PEER_START_S, _OUR_START_S, _DRAIN_S = 70.0, 15.0, 40.0  # for the estimate alone
 _TIMEOUT_S = 900.0
 _REPORT_S = 10.0
 _SETTLE_S = 2.0  # between two runs on one server

@@ -54,7 +54,7 @@ _STARTS = 3  # of ours, with a warm kernel cache
 _IDLE_S = 3.0
 _SPINS = 0.02  # cores
 _SETTLE_S = 0.5
-_PEER_START_S, _CHOICE_S, _TURN_S, _OUR_START_S = 100, 75, 90, 20  # for the estimate alone
+_PEER_START_S, _CHOICE_S, _TURN_S, _OUR_START_S = 70, 55, 60, 15  # for the estimate alone
 Say = Callable[[str], None]
 
 
