@@ -11,6 +11,7 @@ tokens is never looked at.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,12 +54,14 @@ class ChunkRow:
     query_block: int = QUERY_BLOCK
     score_bytes: int = SCORE_BYTES
     _groups: dict[int | None, list[_Group]] = field(default_factory=dict)  # by window; the same for every layer
+    _scratch: list[torch.Tensor] = field(default_factory=list)  # scores and weights, flat: fresh memory costs page faults
 
     def attend(self, layer: int, call: AttentionCall, out: torch.Tensor) -> None:
         """Fills this row's tokens of ``out``, [tokens, heads, head_dim], in the dtype of the query."""
         groups = self._groups.get(call.window)
         if groups is None:
             groups = self._groups[call.window] = self._plan(call)
+            self._provide(call, max(group.high - group.low for group in groups))
         if len(groups) == 1:
             self._attend_at_once(layer, call, groups[0], out)
         else:
@@ -75,6 +78,11 @@ class ChunkRow:
             for page in range(first, last, most)
         ]
 
+    def _provide(self, call: AttentionCall, keys: int) -> None:
+        size = call.query.shape[0] * min(self.query_block, self.span.count) * keys
+        if not self._scratch or self._scratch[0].numel() < size:
+            self._scratch = [call.query.new_empty(size) for _ in range(2)]
+
     def _blocks(self, call: AttentionCall, group: _Group) -> Sequence[_Seen]:
         """Blocks of queries that see anything of ``group``."""
         span, blocks = self.span, []
@@ -86,9 +94,11 @@ class ChunkRow:
         return blocks
 
     def _scores(self, call: AttentionCall, seen: _Seen, keys: torch.Tensor) -> torch.Tensor:
-        """[kv_heads, rows, keys], -inf where a query does not see a key."""
+        """[kv_heads, rows, keys], -inf where a query does not see a key. Overwritten by the next call."""
         query = call.query[:, self._at(seen)].reshape(self.pages.layout.kv_heads, -1, call.query.shape[2])
-        scores = torch.baddbmm(query.new_empty(1), query, keys.transpose(1, 2), beta=0, alpha=call.scaling)
+        shape = (query.shape[0], query.shape[1], keys.shape[1])
+        scores = self._scratch[0][: math.prod(shape)].view(shape)
+        torch.baddbmm(query.new_empty(1), query, keys.transpose(1, 2), beta=0, alpha=call.scaling, out=scores)
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
         _hide(scores.view(query.shape[0], -1, seen.last - seen.first, keys.shape[1]), seen, call.window)
@@ -106,7 +116,9 @@ class ChunkRow:
         keys, values = self.pages.gather(group.index, layer)
         for seen in self._blocks(call, group):
             key, value = _cut(keys, values, group, seen)
-            weights = torch.softmax(self._scores(call, seen, key), dim=2)
+            scores = self._scores(call, seen, key)
+            weights = self._scratch[1][: scores.numel()].view(scores.shape)
+            torch.softmax(scores, dim=2, out=weights)
             self._put(out, seen, torch.bmm(weights, value))
 
     def _merge(self, layer: int, call: AttentionCall, groups: Sequence[_Group], out: torch.Tensor) -> None:
