@@ -130,7 +130,7 @@ def _engine(model: Path, dtype: str, backend: str, options: AttentionOptions) ->
 
 
 def _decode(engine: Engine, options: AttentionOptions, read_gbs: float) -> dict[str, float]:
-    out = {}
+    out: dict[str, float] = {}
     for batch in options.batches:
         base = _step_seconds(engine, [1] * batch, 1, options.rounds)
         for context in options.contexts:
@@ -144,7 +144,7 @@ def _decode(engine: Engine, options: AttentionOptions, read_gbs: float) -> dict[
 
 
 def _chunks(engine: Engine, options: AttentionOptions, gemm_gflops: float) -> dict[str, float]:
-    out = {}
+    out: dict[str, float] = {}
     base = _step_seconds(engine, [CHUNK], CHUNK, options.rounds)
     for prefix in options.prefixes:
         taken = _step_seconds(engine, [prefix + CHUNK], CHUNK, options.rounds) - base

@@ -22,9 +22,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _engine(model_dir: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def _engine(model_dir: Path, dtype: str, tmp_path_factory: pytest.TempPathFactory, backend: str = "auto") -> Engine:
     config = Config(
-        model=ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype}), engine=EngineConfig(poison=True)
+        model=ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype}),
+        engine=EngineConfig.model_validate({"poison": True, "backend": backend}),
     )
     return load_engine(config, model_dir, threads=1, pages=160, cache=tmp_path_factory.mktemp("cache"))
 
@@ -34,9 +35,10 @@ def engine_fp32(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> En
     return _engine(model_dir, "float32", tmp_path_factory)
 
 
-@pytest.fixture(scope="session")
-def engine_bf16(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return _engine(model_dir, "bfloat16", tmp_path_factory)
+@pytest.fixture(scope="session", params=["auto", "fused"])
+def engine_bf16(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """What serves here, and what serves on CPUs without AVX-512 bf16."""
+    return _engine(model_dir, "bfloat16", tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="session")
