@@ -19,9 +19,22 @@ import numpy as np
 from numba import carray, cfunc, from_dtype, types
 
 from moonpool.engine import kernel_cache  # noqa: F401  # before a kernel is decorated
-from moonpool.engine.paged_numbers import LOG2E, compiled, exp2, fetch_add, narrow, pointer, sums_in_lanes, tanh, widen
+from moonpool.engine.paged_numbers import (
+    LOG2E,
+    compiled,
+    exp2,
+    fetch_add,
+    narrow,
+    pointer,
+    prefetch,
+    sums_in_lanes,
+    tanh,
+    widen,
+)
 
 SPLIT = 256  # keys of a task
+LINE = 64  # bytes that come from memory together
+AHEAD = 16  # tokens
 LANES = 16  # of the widest vectors there are; narrower ones take several for it
 
 # One (row, K/V head).
@@ -120,12 +133,14 @@ def _merge(parts: Any, sums: Any) -> None:
 
 
 @sums_in_lanes
-def _score(query: Any, keys: Any, scores: Any, first: int) -> None:
+def _score(query: Any, keys: Any, scores: Any, first: int, values: int) -> None:
     """``scores[h, first + t]`` = query[h] . keys[t] of float32 [share, dim] and stored [tokens, dim].
 
     Head by head, four tokens at a time, so that the last steps of their sums overlap; keys stay in the nearest cache meanwhile.
+    Keys to come, and the values at address ``values``, are asked for early: runs are too short for a CPU to guess them.
     """
     fours = keys.shape[0] - keys.shape[0] % 4
+    row = keys.shape[1] * keys.itemsize
     for head in range(query.shape[0]):
         for t in range(0, fours, 4):
             a = b = c = d = np.float32(0)
@@ -139,6 +154,10 @@ def _score(query: Any, keys: Any, scores: Any, first: int) -> None:
             scores[head, first + t + 1] = b
             scores[head, first + t + 2] = c
             scores[head, first + t + 3] = d
+            if head == 0:
+                for line in range(t * row, (t + 4) * row, LINE):
+                    prefetch(keys.ctypes.data + AHEAD * row + line)
+                    prefetch(values + line)
         for t in range(fours, keys.shape[0]):
             a = np.float32(0)
             for i in range(query.shape[1]):
@@ -166,10 +185,9 @@ def _add(weights: Any, first: int, values: Any, sums: Any) -> None:
 
 
 @compiled
-def _tokens(job: Any, kind: Any, page: Any, plane: Any, first: Any, count: Any) -> Any:
-    """[count, dim] of one page from its token ``first`` on; ``plane`` counts K, then V, head by head."""
-    at = page * job.page_stride + (plane * job.block_tokens + first) * job.dim
-    return carray(pointer(job.keys + at * job.item), (count, job.dim), kind)
+def _address(job: Any, page: Any, plane: Any, first: Any) -> Any:
+    """Of token ``first`` of one page; ``plane`` counts K, then V, head by head."""
+    return job.keys + (page * job.page_stride + (plane * job.block_tokens + first) * job.dim) * job.item
 
 
 @compiled
@@ -179,7 +197,8 @@ def _attend(job: Any, kind: Any, unit: Any, low: Any, end: Any, query: Any, scor
     table = carray(pointer(unit.table), ((end - 1) // size + 1,), np.int64)
     for block in range(low // size, (end - 1) // size + 1):
         a, b = max(low, block * size), min(end, (block + 1) * size)
-        _score(query, _tokens(job, kind, table[block], unit.head, a - block * size, b - a), scores, a - low)
+        keys = carray(pointer(_address(job, table[block], unit.head, a - block * size)), (b - a, job.dim), kind)
+        _score(query, keys, scores, a - low, _address(job, table[block], job.kv_heads + unit.head, a - block * size))
     if job.softcap != 0:
         _cap(scores, end - low, np.float32(job.softcap))
     for head in range(job.share):
@@ -189,7 +208,8 @@ def _attend(job: Any, kind: Any, unit: Any, low: Any, end: Any, query: Any, scor
         sums[head, 1] = _sum(scores[head], end - low)
     for block in range(low // size, (end - 1) // size + 1):
         a, b = max(low, block * size), min(end, (block + 1) * size)
-        _add(scores, a - low, _tokens(job, kind, table[block], job.kv_heads + unit.head, a - block * size, b - a), sums)
+        values = _address(job, table[block], job.kv_heads + unit.head, a - block * size)
+        _add(scores, a - low, carray(pointer(values), (b - a, job.dim), kind), sums)
 
 
 @compiled

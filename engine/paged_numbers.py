@@ -46,6 +46,20 @@ def fetch_add(typing: Any, address: Any, step: Any) -> Any:
     return types.int64(types.int64, types.int64), build
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing: Any, address: Any) -> Any:
+    """Have the cache line at ``address`` on its way; one that does not exist is no error."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte, word = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(hint, [builder.inttoptr(args[0], byte), *(ir.Constant(word, n) for n in (0, 3, 1))])  # read, near, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), build
+
+
 def widen(stored: Any) -> Any:
     """A stored number as float32: uint16 is bfloat16."""
     raise NotImplementedError("compiled code only")
