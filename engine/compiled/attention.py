@@ -22,6 +22,8 @@ _UNSEEN = np.float32(-1e30)
 
 _scores_12, _scores_6, _scores_4, _scores_3, _scores_2, _scores_1 = (tiles.scores(r, 2) for r in (12, 6, 4, 3, 2, 1))
 _weighted_6, _weighted_4, _weighted_3, _weighted_2, _weighted_1 = (tiles.weighted(r, 4) for r in (6, 4, 3, 2, 1))
+_highest_4, _highest_1 = vectors.highest(4), vectors.highest(1)
+_weights_4, _weights_1 = vectors.weights(4), vectors.weights(1)
 _half_6, _half_3, _half_1 = (tiles.weighted(r, 2) for r in (6, 3, 1))
 
 
@@ -37,7 +39,8 @@ _HIGHEST = _WEIGHTS + QUERY_ROWS * KEY_BLOCK // 2  # float32 [QUERY_ROWS], of a 
 _TOTAL = _HIGHEST + QUERY_ROWS  # float32 [QUERY_ROWS], of a range
 _ALL_HIGHEST = _TOTAL + QUERY_ROWS  # of all ranges so far
 _ALL_TOTAL = _ALL_HIGHEST + QUERY_ROWS
-_END = _ALL_TOTAL + QUERY_ROWS
+_BLOCK_HIGHEST = _ALL_TOTAL + QUERY_ROWS  # of a block
+_END = _BLOCK_HIGHEST + QUERY_ROWS
 
 
 @njit(**INLINE)
@@ -137,18 +140,34 @@ def _mask(scratch, rows, group, first, begin, count, window):
 @njit(**INLINE)
 def _soften(model, scratch, dim, rows, count):
     """Scores to weights; what was summed so far is rescaled where a row's maximum rose."""
-    scale = model.score_scale
-    for row in range(rows):
-        line, high, total = scratch + row * 4 * KEY_BLOCK, scratch + 4 * (_HIGHEST + row), scratch + 4 * (_TOTAL + row)
-        old = real(high)
-        top = max(vectors.highest(line, count), old)
+    scale, stride, row = model.score_scale, 4 * KEY_BLOCK, 0
+    tops = scratch + 4 * _BLOCK_HIGHEST
+    while row < rows:
+        line = scratch + row * stride
+        if rows - row >= 4:
+            _highest_4(line, stride, count, tops + 4 * row)
+            row += 4
+        else:
+            _highest_1(line, stride, count, tops + 4 * row)
+            row += 1
+    for r in range(rows):
+        high, total = scratch + 4 * (_HIGHEST + r), scratch + 4 * (_TOTAL + r)
+        old, top = real(high), real(tops + 4 * r)
         if top > old:
             shrink = exp2_of((old - top) * scale)
             set_real(high, top)
             set_real(total, real(total) * shrink)
-            vectors.scale(_sums(scratch, dim) + row * dim * 4, dim // 16, shrink)
-        weights = scratch + 4 * _WEIGHTS + row * 2 * KEY_BLOCK
-        set_real(total, real(total) + vectors.weights(line, count, top, scale, weights))
+            vectors.scale(_sums(scratch, dim) + r * dim * 4, dim // 16, shrink)
+    row = 0
+    while row < rows:
+        line, out = scratch + row * stride, scratch + 4 * _WEIGHTS + row * 2 * KEY_BLOCK
+        high, total = scratch + 4 * (_HIGHEST + row), scratch + 4 * (_TOTAL + row)
+        if rows - row >= 4:
+            _weights_4(line, stride, count, high, scale, out, 2 * KEY_BLOCK, total)
+            row += 4
+        else:
+            _weights_1(line, stride, count, high, scale, out, 2 * KEY_BLOCK, total)
+            row += 1
 
 
 @njit(**INLINE)

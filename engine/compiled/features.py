@@ -11,7 +11,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.engine.compiled.tiles import TILE_KEYS
 from moonpool.engine.recipe import Recipe
 
-QUERY_ROWS = 48  # queries times query heads per K/V head that are attended together
+QUERY_ROWS = 96  # queries times query heads per K/V head that are attended together
 _CPU = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
 
 

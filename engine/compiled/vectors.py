@@ -10,43 +10,69 @@ from numba import njit
 from numba.core import types
 from numba.extending import intrinsic
 
-from moonpool.engine.compiled.lanes import INLINE, BF16x16, F32x16, I32x16, Lanes
+from moonpool.engine.compiled.lanes import EXP2_BF16, F32, INLINE, BF16x16, F32x16, I32x16, Lanes
 
 _I64, _F32 = types.int64, types.float32
 
 
-@intrinsic
-def highest(typing: Any, row: Any, vectors: Any) -> Any:
-    """The largest of ``vectors`` * 16 float32."""
+def highest(rows: int) -> Any:
+    """The largest of ``vectors`` * 16 float32 in each of ``rows`` rows, which are computed side by side.
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row, vectors = arguments
-        v = Lanes(builder)
-        best = v.variable(v.constant(-1e30))
-        with v.loop(vectors) as turn:
-            builder.store(v.larger(builder.load(best), v.load(v.at(row, v.times(turn.index, 64)))), best)
-        return v.highest(builder.load(best))
+    each(row, stride, vectors, out): addresses, stride in bytes; out float32 [rows].
+    """
 
-    return _F32(_I64, _I64), code
+    @intrinsic
+    def each(typing: Any, row: Any, stride: Any, vectors: Any, out: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, stride, vectors, out = arguments
+            v = Lanes(builder)
+            starts = [v.at(row, v.times(stride, r)) for r in range(rows)]
+            best = [v.variable(v.constant(-1e30)) for _ in range(rows)]
+            with v.loop(vectors) as turn:
+                for start, top in zip(starts, best, strict=True):
+                    builder.store(v.larger(builder.load(top), v.load(v.at(start, v.times(turn.index, 64)))), top)
+            for r, top in enumerate(best):
+                v.store(v.highest(builder.load(top)), v.at(out, 4 * r))
+            return context.get_dummy_value()
+
+        return types.void(*[_I64] * 4), code
+
+    return each
 
 
-@intrinsic
-def weights(typing: Any, row: Any, vectors: Any, highest: Any, scale: Any, out: Any) -> Any:
-    """out (bf16) = 2 ** ((row - highest) * scale); returns the sum before rounding to bf16."""
+def weights(rows: int) -> Any:
+    """out (bf16) = 2 ** ((row - top) * scale) of each row; adds its sum, taken before rounding to bf16, to its total.
 
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row, vectors, highest, scale, out = arguments
-        v = Lanes(builder)
-        top, factor = v.splat(highest), v.splat(scale)
-        total = v.variable(v.constant(0.0))
-        with v.loop(vectors) as turn:
-            score = v.load(v.at(row, v.times(turn.index, 64)))
-            weight = v.exp2(builder.fmul(builder.fsub(score, top), factor))
-            builder.store(builder.fadd(builder.load(total), weight), total)
-            v.store(v.narrow(weight), v.at(out, v.times(turn.index, 32)), 2)
-        return v.total(builder.load(total))
+    each(row, stride, vectors, tops, scale, out, out_stride, totals): addresses, strides in bytes; tops, totals float32 [rows].
+    """
 
-    return _F32(_I64, _I64, _F32, _F32, _I64), code
+    @intrinsic
+    def each(
+        typing: Any, row: Any, stride: Any, vectors: Any, tops: Any, scale: Any, out: Any, out_stride: Any, totals: Any
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            row, stride, vectors, tops, scale, out, out_stride, totals = arguments
+            v = Lanes(builder)
+            factor = v.splat(scale)
+            starts = [v.at(row, v.times(stride, r)) for r in range(rows)]
+            ends = [v.at(out, v.times(out_stride, r)) for r in range(rows)]
+            top = [v.splat(v.load(v.at(tops, 4 * r), F32)) for r in range(rows)]
+            sums = [v.variable(v.constant(0.0)) for _ in range(rows)]
+            with v.loop(vectors) as turn:
+                at, narrow = v.times(turn.index, 64), v.times(turn.index, 32)
+                for r in range(rows):
+                    score = v.load(v.at(starts[r], at))
+                    weight = v.exp2(builder.fmul(builder.fsub(score, top[r]), factor), EXP2_BF16)
+                    builder.store(builder.fadd(builder.load(sums[r]), weight), sums[r])
+                    v.store(v.narrow(weight), v.at(ends[r], narrow), 2)
+            for r in range(rows):
+                place = v.at(totals, 4 * r)
+                v.store(builder.fadd(v.load(place, F32), v.total(builder.load(sums[r]))), place)
+            return context.get_dummy_value()
+
+        return types.void(*[_I64] * 4, _F32, *[_I64] * 3), code
+
+    return each
 
 
 @intrinsic
