@@ -37,7 +37,7 @@ def product(groups: int, tokens: int) -> Any:
                     at = v.at(v.times(turn.index, _UNROLL), step)
                     there, here = v.times(at, 64), v.times(at, 4)
                     lines = [v.load(v.at(stream, there), BF16x32) for stream in streams]
-                    if tokens <= 2:
+                    if tokens <= 6:
                         for stream in streams:
                             v.prefetch(v.at(stream, there, _AHEAD))
                     for t in range(tokens):
