@@ -103,6 +103,7 @@ class Engine:
 
         ``before_layer(l)`` runs before layer l touches pages; ``on_layer(l)`` once K/V of layer l of all rows are in
         pages. What they raise comes out of here; the pages of these rows then hold garbage and nothing else changed.
+        The next call may overwrite the result.
         """
         if torch.get_num_threads() != self._torch_threads:  # a per-thread setting of the OpenMP runtime
             torch.set_num_threads(self._torch_threads)

@@ -37,7 +37,10 @@ class CompiledBackend:
     name = "compiled"
 
     def __init__(self, recipe: Recipe, layout: KVLayout, pages: torch.Tensor, *, threads: int, step_tokens: int) -> None:
-        """``pages``: bf16 in canonical order. ``step_tokens``: of a usual step at most; larger ones work, and take memory."""
+        """``pages``: bf16 in canonical order. ``step_tokens``: of a usual step at most; larger ones work, and take memory.
+
+        The weights of ``recipe`` move: all but its embedding and norms are empty afterwards.
+        """
         self._recipe, self._layout, self._threads = recipe, layout, threads
         self._kept: list[Any] = [pages]  # whatever the records hold addresses of
         self._longest = recipe.rotaries[0].cos.shape[0]
@@ -202,7 +205,7 @@ class CompiledBackend:
         model["layers"], model["hidden"], model["heads"] = len(recipe.layers), recipe.hidden, recipe.heads
         model["kv_heads"], model["head_dim"], model["intermediate"] = layout.kv_heads, layout.head_dim, recipe.intermediate
         model["embedding"], model["vocabulary"] = self._hold(recipe.embedding), padded(recipe.head.weight.shape[0])
-        model["head"], model["head_bias"] = self._packed(recipe.head)
+        model["head"], model["head_bias"] = self._packed(recipe.head, keep=recipe.head.weight is recipe.embedding)
         model["final_norm"] = self._hold(recipe.final_norm.float())
         model["pages"], model["page_bytes"], model["layer_bytes"] = pages.data_ptr(), layout.block_bytes, layout.slice_bytes
         model["plane_bytes"], model["block_tokens"] = layout.block_tokens * layout.row_bytes, layout.block_tokens
@@ -221,13 +224,18 @@ class CompiledBackend:
             record["out"], record["out_bias"] = self._packed(layer.out)
             bias = None if layer.gate_up.bias is None else by_turns(layer.gate_up.bias)
             record["gate_up"], record["gate_up_bias"] = self._packed(Projection(by_turns(layer.gate_up.weight), bias))
+            layer.gate_up.weight.data = layer.gate_up.weight.new_empty(0)
             record["down"], record["down_bias"] = self._packed(layer.down)
             record["window"] = layer.window or 0
             record["cos"], record["sin"] = turns[layer.rotary]
 
-    def _packed(self, projection: Projection) -> tuple[Address, Address]:
-        outputs = projection.weight.shape[0]
-        return self._hold(pack(projection.weight)), self._hold(pack_bias(projection.bias, outputs))
+    def _packed(self, projection: Projection, *, keep: bool = False) -> tuple[Address, Address]:
+        """Unless ``keep``, the packed copy takes the place of the weight, whose memory is let go at once."""
+        weight, outputs = projection.weight, projection.weight.shape[0]
+        packed = self._hold(pack(weight))
+        if not keep:
+            weight.data = weight.new_empty(0)
+        return packed, self._hold(pack_bias(projection.bias, outputs))
 
     def _hold(self, tensor: torch.Tensor) -> Address:
         """Keep ``tensor`` alive; where its numbers are."""
