@@ -2,7 +2,7 @@
 
 Blocks of the answer go out as they complete, prompt blocks come with the hand-off. Where the pool turns out to lack a part
 of a running sequence (evicted, refused for want of room, or the store node was started anew), the sequence's pages fill it
-in again, behind whatever completes meanwhile. Nothing here is waited for by a step; while prompts compute it stands back.
+in again, behind whatever completes meanwhile. Nothing here is waited for by a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,8 +24,6 @@ from moonpool.engine.engine import Engine
 
 BATCH = 16  # blocks of one publish call
 MAX_QUEUED = 1_024  # blocks; above it the oldest are left out, and filled in again where their sequence still runs
-HELD = 64  # blocks that wait while prompts compute, and
-HOLD_S = 1.0  # for how long: copies and digests would take the cores that the first id waits for
 SCARCE = 0.05  # share of free device pages below which no more than a batch may wait: steps come first
 log = logging.getLogger(__name__)
 
@@ -50,8 +47,6 @@ class BlockPublisher:
         self._queue: deque[CompletedBlock] = deque()
         self._gaps: deque[Running] = deque()  # running sequences of which the pool may lack a part
         self._wake = asyncio.Event()
-        self._calm = asyncio.Event()  # no prompt computes
-        self._calm.set()
         self._under_way = 0
         self.stored = 0
         self.mended = 0  # of those, filled in again
@@ -86,13 +81,6 @@ class BlockPublisher:
             self._gaps.append(block.of)
             self._wake.set()
 
-    def prompts_compute(self, yes: bool) -> None:
-        """Whether the step that begins now has a part of a prompt in it."""
-        if yes:
-            self._calm.clear()
-        else:
-            self._calm.set()
-
     async def close(self) -> None:
         """A publish under way is waited for: the store copies from the pages."""
         self._task.cancel()
@@ -105,19 +93,11 @@ class BlockPublisher:
             await self._wake.wait()
             self._wake.clear()
             while self._queue or self._gaps:
-                await self._stand_back()
                 if self._queue:
                     batch = self._next_run()
                     await self._holding(len(batch), self._publish(batch), batch)
                 else:
                     await self._fill_in(self._gaps.popleft())
-
-    async def _stand_back(self) -> None:
-        pages = self._engine.pages
-        if self._calm.is_set() or len(self._queue) > HELD or pages.free + pages.cached < 2 * SCARCE * pages.total:
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._calm.wait(), HOLD_S)
 
     async def _holding(self, pages: int, work: Coroutine[Any, Any, None], batch: Sequence[CompletedBlock]) -> None:
         """The store copies from the pages of ``batch`` until ``work`` is over; then they are let go."""

@@ -122,7 +122,6 @@ class StepLoop:
                 for admission in self.batcher.admit():
                     self._owner.fill(admission)
                 step = self._plan()
-                self.publisher.prompts_compute(step is not None and any(row.end - row.start > 1 for row in step.rows))
                 if step is None:
                     self._account()
                     self.turns.rest()

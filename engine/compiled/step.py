@@ -18,7 +18,6 @@ FEW_TOKENS = 64
 _BLOCK = 96  # tokens that go through the products of a layer together: they and one tile of weights stay in the L2 cache
 _STORE, _ADD, _GATE = 0, 1, 2  # what becomes of a product: written, added to the residual stream, or gated
 _TILE_BYTES = 6 * 64 * 4  # of one product in scratch
-_AHEAD = 1024  # bytes: how far weights are asked for in advance by the first tokens that meet them
 
 _p46, _p44, _p42, _p41 = (tiles.product(4, t) for t in (6, 4, 2, 1))
 _p26, _p24, _p22, _p21 = (tiles.product(2, t) for t in (6, 4, 2, 1))
@@ -31,34 +30,34 @@ def thread_scratch(head_dim: int) -> int:
 
 
 @njit(**INLINE)
-def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride, ahead):
+def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):
     if groups == 4:
         if tokens == 6:
-            _p46(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p46(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 4:
-            _p44(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p44(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 2:
-            _p42(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p42(weights, x, x_stride, inputs, bias, out, out_stride)
         else:
-            _p41(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p41(weights, x, x_stride, inputs, bias, out, out_stride)
     elif groups == 2:
         if tokens == 6:
-            _p26(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p26(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 4:
-            _p24(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p24(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 2:
-            _p22(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p22(weights, x, x_stride, inputs, bias, out, out_stride)
         else:
-            _p21(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p21(weights, x, x_stride, inputs, bias, out, out_stride)
     else:
         if tokens == 6:
-            _p16(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p16(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 4:
-            _p14(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p14(weights, x, x_stride, inputs, bias, out, out_stride)
         elif tokens == 2:
-            _p12(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p12(weights, x, x_stride, inputs, bias, out, out_stride)
         else:
-            _p11(weights, x, x_stride, inputs, bias, out, out_stride, ahead)
+            _p11(weights, x, x_stride, inputs, bias, out, out_stride)
 
 
 @njit(**FLAGS)
@@ -74,15 +73,13 @@ def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_to
         token = first_token
         while token < last_token:
             left = last_token - token
-            many = 4 if left == 8 else (6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1)))
-            # The last tokens bring in the weights of the next tile: so what memory delivers hides behind what is computed.
-            ahead = wide * inputs * 32 if many == left and token > first_token else _AHEAD
+            many = 6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1))
             here, column = x + token * inputs * 2, group * 16
             if kind == _STORE:
                 place = out + (token * outputs + column) * 4
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, place, outputs * 4, ahead)
+                _tile(wide, many, packed, here, inputs * 2, inputs, start, place, outputs * 4)
             else:
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4, ahead)
+                _tile(wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4)
                 for i in range(many):
                     if kind == _ADD:
                         vectors.add(out + ((token + i) * outputs + column) * 4, scratch + i * 256, wide)

@@ -12,6 +12,7 @@ from moonpool.engine.compiled.lanes import BF16x32, I16x32, I32x16, Lanes, words
 GROUP = 16  # outputs that lie side by side in packed weights
 TILE_KEYS = 16  # keys that are transposed together
 _UNROLL = 2  # input pairs per turn of the inner loop
+_AHEAD = 1024  # bytes: how far weights that come from memory are asked for in advance
 
 _I64 = types.int64
 
@@ -19,16 +20,13 @@ _I64 = types.int64
 def product(groups: int, tokens: int) -> Any:
     """Outputs of ``groups`` * 16 packed rows of weights for ``tokens`` rows of activations, in float32.
 
-    tile(weights, x, x_stride, inputs, bias, out, out_stride, ahead): addresses, strides in bytes. ``inputs`` is a multiple of 4.
-    While it computes, the weights ``ahead`` bytes behind those at hand are asked for.
+    tile(weights, x, x_stride, inputs, bias, out, out_stride): addresses, strides in bytes. ``inputs`` is a multiple of 4.
     """
 
     @intrinsic
-    def tile(
-        typing: Any, weights: Any, x: Any, x_stride: Any, inputs: Any, bias: Any, out: Any, out_stride: Any, ahead: Any
-    ) -> Any:
+    def tile(typing: Any, weights: Any, x: Any, x_stride: Any, inputs: Any, bias: Any, out: Any, out_stride: Any) -> Any:
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weights, x, x_stride, inputs, bias, out, out_stride, ahead = arguments
+            weights, x, x_stride, inputs, bias, out, out_stride = arguments
             v = Lanes(builder)
             streams = [v.at(weights, v.times(inputs, 2 * GROUP * g)) for g in range(groups)]
             rows = [v.at(x, v.times(x_stride, t)) for t in range(tokens)]
@@ -39,8 +37,9 @@ def product(groups: int, tokens: int) -> Any:
                     at = v.at(v.times(turn.index, _UNROLL), step)
                     there, here = v.times(at, 64), v.times(at, 4)
                     lines = [v.load(v.at(stream, there), BF16x32) for stream in streams]
-                    for stream in streams:
-                        v.prefetch(v.at(stream, there, ahead))
+                    if tokens <= 6:
+                        for stream in streams:
+                            v.prefetch(v.at(stream, there, _AHEAD))
                     for t in range(tokens):
                         both = v.pair(v.at(rows[t], here))
                         for g in range(groups):
@@ -50,7 +49,7 @@ def product(groups: int, tokens: int) -> Any:
                     v.store(builder.load(sums[t][g]), v.at(out, v.times(out_stride, t), 64 * g))
             return context.get_dummy_value()
 
-        return types.void(*[_I64] * 8), code
+        return types.void(*[_I64] * 7), code
 
     return tile
 

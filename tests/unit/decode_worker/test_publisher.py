@@ -17,7 +17,7 @@ from moonpool.core.errors import PeerSilent
 from moonpool.core.ids import RequestId
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.core.use import Use
-from moonpool.decode_worker.publisher import BATCH, HELD, BlockPublisher
+from moonpool.decode_worker.publisher import BATCH, BlockPublisher
 from moonpool.decode_worker.sequence import Phase
 from moonpool.decode_worker.sequence import Sequence as Running
 from moonpool.engine.pages import PagePool
@@ -162,26 +162,3 @@ async def test_a_broken_session_costs_the_blocks_and_nothing_else(scene: Scene) 
     assert scene.publisher.given_up >= 5
     scene.pages.release(sequence.pages)
     assert scene.pages.used == 0
-
-
-async def test_a_few_blocks_wait_while_prompts_compute(scene: Scene) -> None:
-    scene.store.gate.set()
-    scene.publisher.prompts_compute(True)
-    scene.offer(scene.sequence(2), 0, 2)
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert (scene.store.calls, len(scene.publisher)) == (0, 2)
-    scene.publisher.prompts_compute(False)
-    await scene.quiet()
-    assert scene.publisher.stored == 2
-
-
-async def test_many_blocks_do_not_wait_for_prompts(scene: Scene) -> None:
-    scene.store.gate.set()
-    scene.publisher.prompts_compute(True)
-    scene.offer(scene.sequence(HELD + 1), 0, HELD + 1)
-    async with asyncio.timeout(5):
-        while scene.publisher.stored < BATCH:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    scene.publisher.prompts_compute(False)
-    await scene.quiet()
