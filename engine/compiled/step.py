@@ -73,7 +73,7 @@ def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_to
         token = first_token
         while token < last_token:
             left = last_token - token
-            many = 6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1))
+            many = 4 if left == 8 else (6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1)))
             here, column = x + token * inputs * 2, group * 16
             if kind == _STORE:
                 place = out + (token * outputs + column) * 4
