@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moonpool.cluster.survey import Answer
 
 LONGEST_WORD = 80  # longer ones are for --json
+DETAILS = ("probe", "engine")  # of what a member said when it joined
 
 
 def status(
@@ -105,7 +106,7 @@ def _print(answers: list[Answer]) -> None:
             f"{f'  model {member.model}' if several and member.model else ''}"
         )
         own = [f"{k}={_number(k, v)}" for k, v in sorted(answer.numbers.items()) if v and not k.startswith("process_")]
-        told = {**answer.words, **{k: v for k, v in member.details.items() if k == "probe"}}
+        told = {**answer.words, **{k: v for k, v in member.details.items() if k in DETAILS}}
         words = [f"{k}={v}" for k, v in sorted(told.items()) if _is_plain(v)]
         notes = " ".join([*words, *own]) or answer.trouble or answer.change.proof
         if notes:

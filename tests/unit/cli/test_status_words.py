@@ -27,6 +27,13 @@ def test_bytes_have_units_counts_are_whole_and_documents_are_left_to_json(capsys
     ]
 
 
+def test_a_worker_names_the_backend_that_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    details = {"engine": "fused", "model": "/m", "memory": "1 page"}
+    member = Member(MemberId("both-0"), Role.BOTH, NodeId("a"), Incarnation(1), "[::1]:1", 1, details=details)
+    _print([Answer(MemberChange(member, Liveness.LIVE), {}, {})])
+    assert capsys.readouterr().out.splitlines()[-1].strip() == "engine=fused"
+
+
 @pytest.mark.parametrize(
     ("value", "words"), [(0, "0 B"), (1 << 10, "1 KiB"), (1_536 << 20, "1.5 GiB"), (1_016 << 20, "1016 MiB"), (1023, "1023 B")]
 )
