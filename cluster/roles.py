@@ -118,7 +118,13 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         layout=engine.layout,
         max_context=engine.max_context,
         max_prompt=engine.pages.total * config.engine.block_tokens,
-        details={"memory": memory, "engine": engine.backend_name, "dtype": config.model.dtype, "model": str(spec.model_dir)},
+        details={
+            "memory": memory,
+            "engine": engine.backend_name,
+            "engine_note": engine.backend_note,
+            "dtype": config.model.dtype,
+            "model": str(spec.model_dir),
+        },
     )
     start = await asyncio.to_thread(_worker_start, spec.role, config)
 
@@ -156,9 +162,12 @@ class Touched:
 def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:
     """The engine, and its memory budget in words (said before the memory is taken)."""
     from moonpool.engine.engine import load_engine, memory_budget
+    from moonpool.engine.kernel_cache import what_to_wait_for
 
     budget = memory_budget(spec.config, spec.model_dir)
     say(f"memory: {budget}")
+    if wait := what_to_wait_for():
+        say(wait)
     own = own_threads(spec.config, spec.role)
     engine = load_engine(spec.config, spec.model_dir, threads=spec.threads, own_threads=own)
     say(f"engine: {engine.backend_name}" + (f" ({engine.backend_note})" if engine.backend_note else ""))

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _SOURCES = ("compiled/*.py", "paged_*.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
+_NOT_KEPT = "moonpool-kernels-"  # how folders of one process's own begin
 
 
 def kernel_folder(root: Path) -> Path:
@@ -53,7 +54,7 @@ def use_kernel_cache(root: Path | None = None) -> Path:
             if other != folder and time.time() - other.stat().st_mtime > _KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
     except OSError as e:
-        folder = Path(tempfile.mkdtemp(prefix="moonpool-kernels-"))
+        folder = Path(tempfile.mkdtemp(prefix=_NOT_KEPT))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         log.warning("kernels are not kept for the next start: %s", e)
     numba.config.CACHE_DIR = str(folder)
@@ -64,6 +65,16 @@ def _require_own(folder: Path) -> None:
     facts = folder.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to somebody else or may be written by others; chmod 700 it, or remove it")
+
+
+def what_to_wait_for() -> str:
+    """For whoever watches this process load a model; empty where kernels were compiled before."""
+    folder = Path(numba.config.CACHE_DIR)
+    if folder.name.startswith(_NOT_KEPT):
+        return "compiling kernels, which takes up to a minute, and does at every start: they cannot be kept, the log says why"
+    if any(folder.glob("*/*.nbi")):
+        return ""
+    return f"compiling kernels for this CPU, which takes up to a minute; later starts find them in {folder.parent}"
 
 
 @contextmanager

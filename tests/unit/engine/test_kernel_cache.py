@@ -9,7 +9,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from moonpool.engine.kernel_cache import compiling, kernel_folder, use_kernel_cache
+from moonpool.engine.kernel_cache import compiling, kernel_folder, use_kernel_cache, what_to_wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +21,20 @@ def test_kernels_lie_in_a_folder_of_their_sources_that_only_the_user_may_write(t
     folder = use_kernel_cache(tmp_path)
     assert folder == kernel_folder(tmp_path) and str(folder) == numba.config.CACHE_DIR
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_first_start_says_what_it_waits_for_and_later_ones_say_nothing(tmp_path: Path) -> None:
+    folder = use_kernel_cache(tmp_path)
+    assert str(folder.parent) in what_to_wait_for()
+    (folder / "step_1").mkdir()
+    (folder / "step_1" / "step.run.nbi").touch()
+    assert what_to_wait_for() == ""
+
+
+def test_where_kernels_cannot_be_kept_every_start_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    use_kernel_cache(tmp_path / "file")
+    assert "at every start" in what_to_wait_for()
 
 
 def test_kernels_of_former_sources_are_removed_once_they_are_old(tmp_path: Path) -> None:
