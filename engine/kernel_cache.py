@@ -38,13 +38,17 @@ def kernel_folder(root: Path) -> Path:
     return root / "kernels" / mix.hexdigest()
 
 
+def user_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonpool"
+
+
 def use_kernel_cache(root: Path | None = None) -> Path:
     """Make numba keep kernels below ``root`` (default: the user's cache folder); returns the folder.
 
     Cached kernels are code, and pickled: a folder that somebody else may write is not used, nor one that this user may not.
     Then kernels live in a folder of this process's own, and every start compiles them.
     """
-    folder = kernel_folder(root or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moonpool")
+    folder = kernel_folder(root or user_folder())
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(folder.parent)
@@ -67,10 +71,15 @@ def _require_own(folder: Path) -> None:
         raise PermissionError(f"{folder} belongs to somebody else or may be written by others; chmod 700 it, or remove it")
 
 
+def kept() -> bool:
+    """Whether the next start finds what this process compiles."""
+    return not Path(numba.config.CACHE_DIR).name.startswith(_NOT_KEPT)
+
+
 def what_to_wait_for() -> str:
     """For whoever watches this process load a model; empty where kernels were compiled before."""
     folder = Path(numba.config.CACHE_DIR)
-    if folder.name.startswith(_NOT_KEPT):
+    if not kept():
         return "compiling kernels, which takes up to a minute, and does at every start: they cannot be kept, the log says why"
     if any(folder.glob("*/*.nbi")):
         return ""

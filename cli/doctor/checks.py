@@ -18,6 +18,7 @@ CHECKS = (
     Check("locked memory", limits.locked_memory),
     Check("open files", limits.open_files),
     Check("clock", limits.clock),
+    Check("kernels", devices.kernels, CHILD_S + 5.0, "import numba by hand, and see what it waits for"),
     Check("gpu", devices.gpus, CHILD_S + devices.NVIDIA_S + 5.0, "import torch by hand, and see what it waits for"),
     Check("rdma", devices.rdma),
     Check("ucx", devices.ucx, UCX_S, "run again with UCX_LOG_LEVEL=info, and see what it waits for"),

@@ -1,4 +1,4 @@
-"""GPUs and the build of torch, RDMA devices, and what UCX makes of them."""
+"""The CPU for the compiled backend, GPUs and the build of torch, RDMA devices, and what UCX makes of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ TRY_TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "gpus": gpus}))
+"""
+TRY_KERNELS = """
+import json
+from moonpool.engine import kernel_cache
+from moonpool.engine.compiled.cpu import unfit_cpu
+folder = str(kernel_cache.kernel_folder(kernel_cache.user_folder()).parent)
+print(json.dumps({"unfit": unfit_cpu() or "", "kept": kernel_cache.kept(), "folder": folder}))
 """
 TRY_UCX = """
 import os
@@ -42,6 +49,30 @@ _FAMILIES = {
     "rocm": ("rocm",),
     "ze": ("ze",),
 }
+
+
+def kernels(config: Config) -> Iterator[Finding]:
+    ended = run_child(python(TRY_KERNELS))
+    if ended.trouble:
+        yield fail(f"numba: {ended.trouble}", "run scripts/setup again: no worker starts without it")
+    else:
+        yield from of_kernels(config, json.loads(ended.said))
+
+
+def of_kernels(config: Config, told: dict[str, Any]) -> Iterator[Finding]:
+    """``told`` by numba in a process of its own: why the CPU is unfit, and whether kernels are kept in ``folder``."""
+    unfit, backend, dtype = told["unfit"], config.engine.backend, config.model.dtype
+    if not unfit and dtype != "bfloat16":
+        unfit = f"model.dtype is {dtype}, it computes bfloat16"
+    if not unfit:
+        yield ok("engine.backend: this CPU has AVX-512 bf16, so compiled can serve the families in docs/engine.md")
+    elif backend == "compiled":
+        yield fail(f"engine.backend: compiled cannot compute here: {unfit}", "engine.backend = auto")
+    else:
+        yield ok(f"engine.backend: fused or torch; compiled, which is faster, cannot compute here: {unfit}")
+    if not told["kept"]:
+        fix = "make it a folder of this user that nobody else may write, or name another cache folder in XDG_CACHE_HOME"
+        yield warn(f"kernels cannot be kept in {told['folder']}: every start compiles them, up to a minute", fix)
 
 
 def gpus(config: Config) -> Iterator[Finding]:

@@ -86,7 +86,7 @@ def of_cores(config: Config, own: int, group: Group) -> Finding:
     usable = min(own, math.ceil(group.cores)) if group.cores is not None else own
     workers = sum(n.prefill + n.decode + n.both for n in config.cluster.nodes)
     text = f"{usable} cores{limited} for {workers} workers"
-    return ok(text) if workers <= usable else warn(text, "they share cores: expect slower tokens, or run fewer")
+    return ok(text) if workers <= usable else warn(text, "they share cores: run fewer, such as one with --role both")
 
 
 def memory(config: Config) -> Iterator[Finding]:

@@ -1,28 +1,21 @@
-"""What the compiled step needs of CPU, model and layout."""
+"""What the compiled step needs of model and layout."""
 
 from __future__ import annotations
 
-import platform
-
-import llvmlite.binding as llvm
 import torch
 
 from moonpool.core.layout import KVLayout
+from moonpool.engine.compiled.cpu import unfit_cpu
 from moonpool.engine.compiled.tiles import TILE_KEYS
 from moonpool.engine.recipe import Recipe
 
 QUERY_ROWS = 96  # queries times query heads per K/V head that are attended together
-_CPU = ("avx512f", "avx512bw", "avx512vl", "avx512bf16")
 
 
 def unfit(recipe: Recipe, layout: KVLayout) -> str | None:
     """Why the compiled step cannot compute this here; None: it can."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return f"it is written for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
-    features = llvm.get_host_cpu_features()
-    lacking = [name for name in _CPU if not features.get(name)]
-    if lacking:
-        return f"the CPU lacks {', '.join(lacking)}"
+    if (machine := unfit_cpu()) is not None:
+        return machine
     if recipe.dtype is not torch.bfloat16:
         return f"model.dtype is {layout.dtype}, it computes bfloat16"
     if layout.block_tokens % TILE_KEYS:

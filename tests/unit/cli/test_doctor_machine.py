@@ -212,6 +212,27 @@ def test_torchs_build_is_held_against_the_gpus(cuda: str, seen: list[str], liste
     assert (finding.grade, named in f"{finding.what} {finding.fix}") == (grade, True), finding
 
 
+@pytest.mark.parametrize(
+    ("backend", "dtype", "unfit", "grade", "named"),
+    [
+        ("auto", "bfloat16", "", Grade.OK, "compiled can serve"),
+        ("auto", "bfloat16", "the CPU lacks avx512bf16", Grade.OK, "avx512bf16"),
+        ("auto", "float32", "", Grade.OK, "model.dtype is float32"),
+        ("compiled", "bfloat16", "the CPU lacks avx512bf16", Grade.FAIL, "engine.backend = auto"),
+        ("compiled", "float32", "", Grade.FAIL, "engine.backend = auto"),
+    ],
+)
+def test_the_backend_is_held_against_cpu_and_dtype(backend: str, dtype: str, unfit: str, grade: Grade, named: str) -> None:
+    config = Config.model_validate({"engine": {"backend": backend}, "model": {"dtype": dtype}})
+    (finding,) = devices.of_kernels(config, {"unfit": unfit, "kept": True, "folder": "/k"})
+    assert (finding.grade, named in f"{finding.what} {finding.fix}") == (grade, True), finding
+
+
+def test_kernels_that_every_start_would_compile_anew_are_told() -> None:
+    *_, kept = devices.of_kernels(Config(), {"unfit": "", "kept": False, "folder": "/k"})
+    assert (kept.grade, "/k" in kept.what, "XDG_CACHE_HOME" in kept.fix) == (Grade.WARN, True, True)
+
+
 def test_an_rdma_device_that_is_down_or_hidden_or_unused_is_told(tmp_path: Path) -> None:
     sysfs, verbs = tmp_path / "infiniband", tmp_path / "dev"
     (none,) = devices.of_rdma(Config(), sysfs, verbs, "tcp")
