@@ -79,7 +79,7 @@ def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, o
             return compiled
         if asked == "compiled":
             raise _cannot(asked, compiled)
-        note = f"compiled: {compiled}"
+        note = f"not compiled: {compiled}"
     return Chosen(FusedBackend(recipe, memory), threads, note)
 
 
@@ -100,10 +100,10 @@ def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) 
 
 
 def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen) -> Chosen:
-    what = f"{type(model).__name__} is none of the families it knows, or differs from them"
+    what = f"{type(model).__name__} is of no family that compiled and fused know, or differs from it (docs/engine.md)"
     if config.engine.backend != "auto":
         raise _cannot(config.engine.backend, what)
-    return Chosen(plain.backend, plain.torch_threads, f"fused: {what}")
+    return Chosen(plain.backend, plain.torch_threads, f"neither compiled nor fused: {what}")
 
 
 def _cannot(asked: str, what: str) -> ConfigError:

@@ -26,9 +26,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_backend_that_cannot_serve_the_model_is_refused_with_the_reason(tiny_llama: Path, gpt2: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine.backend: 'fused'.*GPT2LMHeadModel is none of the families.*use auto"):
+    with pytest.raises(ConfigError, match=r"engine.backend: 'fused'.*GPT2LMHeadModel is of no family.*use auto"):
         load_tiny(gpt2, backend="fused")
-    with pytest.raises(ConfigError, match=r"engine.backend: 'compiled'.*GPT2LMHeadModel is none of the families"):
+    with pytest.raises(ConfigError, match=r"engine.backend: 'compiled'.*GPT2LMHeadModel is of no family"):
         load_tiny(gpt2, backend="compiled")
     with pytest.raises(ConfigError, match=r"engine.backend: 'compiled'.*model.dtype is float32, it computes bfloat16"):
         load_tiny(tiny_llama, backend="compiled")
