@@ -82,7 +82,7 @@ def scale(options: ScaleOptions, say: Say) -> dict[str, Any]:
     """Measure; see the module for the keys. ConfigError: bad options, or a cluster that does not start or answer."""
     options.check()
     machine = machine_facts()
-    say(f"this takes about {2 if options.live else 1} minutes")
+    say(f"this takes about {'2 minutes' if options.live else 'a minute'}")
     found: dict[str, float] = {}
     for workers in WORKERS:
         found[f"workers_{workers}_us"] = deciding_us(workers, _WORKERS_INDEX, options.rounds)
