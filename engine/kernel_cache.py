@@ -8,6 +8,7 @@ states are removed. Import this module before numba compiles anything: every mod
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import hashlib
 import logging
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _SOURCES = ("compiled/*.py", "paged_*.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
+_ROOM = 64 << 20  # bytes free; all kernels take some 4 MiB
+_LAST = b"."  # byte of a whole file
 _NOT_KEPT = "moonpool-kernels-"  # how folders of one process's own begin
 
 
@@ -45,15 +48,17 @@ def user_folder() -> Path:
 def use_kernel_cache(root: Path | None = None) -> Path:
     """Make numba keep kernels below ``root`` (default: the user's cache folder); returns the folder.
 
-    Cached kernels are code, and pickled: a folder that somebody else may write is not used, nor one that this user may not.
-    Then kernels live in a folder of this process's own, and every start compiles them.
+    Cached kernels are code, and pickled: a folder that somebody else may write is not used, nor one that this user may not,
+    nor one on a full disk. Then kernels live in a folder of this process's own, and every start compiles them.
     """
     folder = kernel_folder(root or user_folder())
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(folder.parent)
         _require_own(folder)
+        _require_room(folder)
         os.utime(folder)
+        _drop_damaged(folder)
         for other in folder.parent.iterdir():
             if other != folder and time.time() - other.stat().st_mtime > _KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
@@ -69,6 +74,19 @@ def _require_own(folder: Path) -> None:
     facts = folder.stat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to somebody else or may be written by others; chmod 700 it, or remove it")
+
+
+def _require_room(folder: Path) -> None:
+    if shutil.disk_usage(folder).free < _ROOM:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def _drop_damaged(folder: Path) -> None:
+    """Files that a crash of the machine cut short: what is missing numba compiles, on what it cannot read it ends."""
+    for file in folder.glob("*/*.nb[ci]"):
+        if not file.read_bytes().endswith(_LAST):
+            log.warning("%s is damaged: it is compiled anew", file)
+            file.unlink(missing_ok=True)
 
 
 def kept() -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import pytest
 
-from moonpool.engine.kernel_cache import compiling, kernel_folder, use_kernel_cache, what_to_wait_for
+from moonpool.engine.kernel_cache import compiling, kept, kernel_folder, use_kernel_cache, what_to_wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +56,20 @@ def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path, caplog: pyte
     folder = use_kernel_cache(tmp_path)
     assert tmp_path not in folder.parents and folder.is_dir()
     assert "may be written by others" in caplog.text
+
+
+def test_a_kernel_that_was_cut_short_is_compiled_anew(tmp_path: Path) -> None:
+    kernels = use_kernel_cache(tmp_path) / "step_1"
+    kernels.mkdir()
+    for name, content in (("whole.nbi", b"\x80\x04."), ("short.nbi", b"\x80\x04"), ("empty.nbc", b""), ("other", b"")):
+        (kernels / name).write_bytes(content)
+    use_kernel_cache(tmp_path)
+    assert {file.name for file in kernels.iterdir()} == {"whole.nbi", "other"}
+
+
+def test_a_full_disk_keeps_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert tmp_path not in use_kernel_cache(tmp_path).parents and not kept()
 
 
 def test_one_process_compiles_at_a_time(tmp_path: Path) -> None:
