@@ -41,7 +41,8 @@ class ModelConfig(_Values):
 
 class EngineConfig(_Values):
     backend: Literal["auto", "compiled", "fused", "torch"] = Field(
-        "auto", description="what computes; auto: the fastest that the CPU, model and dtype allow; torch: the library's module"
+        "auto",
+        description="what computes (docs/engine.md); auto: the first that can of compiled (bfloat16, AVX-512 bf16), fused, torch",
     )
     threads: int = Field(
         0, ge=0, description="compute threads; 0: all cores in role both and where workers take turns, one each otherwise"
@@ -53,11 +54,11 @@ class EngineConfig(_Values):
     gap_ms: float = Field(
         100.0,
         ge=0,
-        description="answers without a TBT target wait so long for an id while prompts are computed beside them; 0: any time",
+        description="longest pause of answers without a TBT target while prompts are computed beside them; 0: no limit",
     )
     permit: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="workers of one host take turns with all its cores; auto: where several compute with the compiled backend",
+        description="workers of one host take turns with all its cores; auto: where several compute, with the compiled backend",
     )
     max_batch: int = Field(32, ge=1, description="sequences in one decode step")
     growth_reserve: float = Field(0.05, ge=0, lt=1, description="share of pages kept for running sequences to grow")
