@@ -42,7 +42,7 @@ class ModelConfig(_Values):
 class EngineConfig(_Values):
     backend: Literal["auto", "compiled", "fused", "torch"] = Field(
         "auto",
-        description="what computes (docs/engine.md); auto: the first that can of compiled (bfloat16, AVX-512 bf16), fused, torch",
+        description="what computes (docs/engine.md); auto: the first that can: compiled (AVX-512 bf16, bfloat16), fused, torch",
     )
     threads: int = Field(
         0, ge=0, description="compute threads; 0: all cores in role both and where workers take turns, one each otherwise"
