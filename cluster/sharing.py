@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+from moonpool.cluster.control_group import Group, control_group
 from moonpool.core.config import Config
 from moonpool.core.ids import Role
 
@@ -16,9 +17,11 @@ OWN_THREADS = "compiled"  # the backend whose threads are its own
 ENOUGH_CORES = 4  # for each worker: then nobody feels the others
 
 
-def cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0))
+def cores(group: Group | None = None) -> int:
+    """That this process may run on, or has time for: threads beyond a container's quota only wait for one another."""
+    own = len(os.sched_getaffinity(0))
+    quota = (group or control_group()).cores
+    return own if quota is None else max(1, min(own, int(quota)))
 
 
 def computing(config: Config) -> int:

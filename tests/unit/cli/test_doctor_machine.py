@@ -16,6 +16,7 @@ import pytest
 
 from moonpool.cli.doctor import checks, command, devices, limits, storage, ucx_look, versions
 from moonpool.cli.doctor.finding import Check, Grade, ok, run_checks
+from moonpool.cluster.control_group import Group, control_group
 from moonpool.core.config import GIB, MIB, Config, EngineConfig, ModelConfig, StoreConfig, TransferConfig
 from moonpool.core.errors import ConfigError
 
@@ -105,20 +106,20 @@ def test_a_pool_on_a_disk_and_a_folder_that_is_not_there_are_told(tmp_path: Path
     assert (missing.grade, "No such file" in missing.what) == (Grade.FAIL, True)
 
 
-def group_of(tmp_path: Path, **files: str) -> limits.Group:
+def group_of(tmp_path: Path, **files: str) -> Group:
     root, own = tmp_path / "cgroup", tmp_path / "own"
     (root / "pod/app").mkdir(parents=True)
     (root / "cgroup.controllers").write_text("cpu memory")
     for name, text in files.items():
         (root / name.replace("__", "/").replace("_", ".")).write_text(text)
     own.write_text("0::/pod/app\n")
-    return limits.control_group(root, own)
+    return control_group(root, own)
 
 
 def test_the_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
     files = {"pod__memory_max": str(2 * GIB), "pod__memory_current": str(GIB), "pod__app__memory_max": "max"}
     group = group_of(tmp_path, **files, pod__app__cpu_max="150000 100000", pod__cpu_max="max 100000")
-    assert group == limits.Group(2 * GIB, GIB, 1.5)
+    assert group == Group(2 * GIB, GIB, 1.5)
     config = Config(store=StoreConfig(pool_bytes=GIB), engine=EngineConfig(page_bytes=MIB))
     finding = limits.of_memory(config, 64 * GIB, group)
     assert (finding.grade, "raise the container's limit" in finding.fix) == (Grade.FAIL, True)
@@ -128,16 +129,16 @@ def test_the_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
 
 
 def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
-    assert limits.control_group(tmp_path, tmp_path / "missing") == limits.Group()
-    assert limits.of_memory(Config(), 64 * GIB, limits.Group()).grade is Grade.OK
-    assert limits.of_memory(Config(), GIB, limits.Group()).grade is Grade.WARN
+    assert control_group(tmp_path, tmp_path / "missing") == Group()
+    assert limits.of_memory(Config(), 64 * GIB, Group()).grade is Grade.OK
+    assert limits.of_memory(Config(), GIB, Group()).grade is Grade.WARN
 
 
 def test_a_pool_without_a_size_of_its_own_is_told_to_take_half() -> None:
     config = Config(engine=EngineConfig(pages=0, page_bytes=GIB))
-    assert "half of what is free" in limits.of_memory(config, 64 * GIB, limits.Group()).what
+    assert "half of what is free" in limits.of_memory(config, 64 * GIB, Group()).what
     config = config.model_copy(update={"store": StoreConfig(pool_bytes=GIB)})
-    assert "half" not in limits.of_memory(config, 64 * GIB, limits.Group()).what
+    assert "half" not in limits.of_memory(config, 64 * GIB, Group()).what
 
 
 def test_a_folder_that_is_named_and_not_there_is_no_model_to_fetch(tmp_path: Path) -> None:

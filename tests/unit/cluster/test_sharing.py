@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from moonpool.cluster.control_group import Group
 from moonpool.cluster.sharing import advice, computing, cores, decided, own_threads, torch_threads
 from moonpool.core.config import ClusterConfig, Config, EngineConfig, NodeConfig
 from moonpool.core.ids import Role
@@ -48,3 +51,8 @@ def test_threads_of_each_kind() -> None:
     assert torch_threads(config(SPLIT, permit="on"), Role.PREFILL) == cores()
     assert [own_threads(config(SPLIT, threads=3), Role.PREFILL), torch_threads(config(BOTH, threads=3), Role.BOTH)] == [3, 3]
     assert computing(split) == 2
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(1.5, 1), (0.25, 1), (1e6, None), (None, None)])
+def test_a_containers_quota_bounds_the_threads(quota: float | None, threads: int | None) -> None:
+    assert cores(Group(cores=quota)) == (threads or len(os.sched_getaffinity(0)))
