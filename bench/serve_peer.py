@@ -1,8 +1,8 @@
 """``moonpool bench serve --peer-python PATH``: our cluster and vLLM's CPU server on the same cores, in turns, over HTTP.
 
-Both servers stay up; a sample of one is taken while the other is idle, and whoever is first changes from turn to turn. What
-both burn while idle is measured; where the peer would take more than a fiftieth of a core, it is stopped while ours is
-measured. Prompts are token ids, answers stream, sampling is greedy, end-of-text is ignored, every sample has prompts of its
+Both servers stay up; a sample of one is taken while the other is idle, and whoever is first changes from turn to turn. While
+ours is measured the peer is stopped (SIGSTOP): its threads spin on after an answer. Ours sleep, and what they burn while idle
+is measured. Prompts are token ids, answers stream, sampling is greedy, end-of-text is ignored, every sample has prompts of its
 own. The peer computes as many tokens per step as suits it best of 512, 1,024 and 2,048: it is started with each, all
 figures are sampled, and the budget with the lowest geometric mean of times stays. Both sides have the same memory for KV.
 
@@ -18,7 +18,7 @@ Keys, ours over theirs, medians over the turns (``spread``: least and most over 
     pool_warm_ttft_2048_ms, pool_warm_ttft_4096_ms              ours, from the pool: device pages dropped before
     startup_first_s            ours with an empty kernel cache
     engines                    the backend that each of our workers really computes with
-    idle_cores, peer_idle_cores, peer_stopped                   CPU seconds per second while nobody asks
+    idle_cores, peer_idle_cores                                 CPU seconds per second while nobody asks
     ceilings                    what the machine reads and multiplies at best: bench.ceilings
     peer, peer_python, peer_facts, peer_budgets, peer_starts_s  version, settings, CPUs its threads may run on, the choice
 """
@@ -52,7 +52,6 @@ from moonpool.loadgen.clock import MonotonicClock
 
 _STARTS = 3  # of ours, with a warm kernel cache
 _IDLE_S = 3.0
-_SPINS = 0.02  # cores
 _SETTLE_S = 0.5
 _PEER_START_S, _CHOICE_S, _TURN_S, _OUR_START_S = 70, 55, 60, 15  # for the estimate alone
 Say = Callable[[str], None]
@@ -191,12 +190,11 @@ async def _measure(cluster: LocalCluster, peer: Peer, turns: int, say: Say) -> t
         idle = idle_share(cluster_processes(cluster.state_dir), _IDLE_S)
         peer_idle = idle_share(peer.processes(), _IDLE_S)
         say(f"idle: ours takes {idle:.3f} of a core, the peer {peer_idle:.3f}")
-        if peer_idle > _SPINS:
-            ours.alone = lambda: stopped(peer.processes())
+        ours.alone = lambda: stopped(peer.processes())
         await take_turns(ours, theirs, turns, say)
         with ours.alone():
             await _from_the_pool(cluster, ours, turns, say)
-        facts = {"idle_cores": idle, "peer_idle_cores": peer_idle, "peer_stopped": peer_idle > _SPINS}
+        facts = {"idle_cores": idle, "peer_idle_cores": peer_idle}
         return ours.samples, theirs.samples, {**facts, "engines": await engines_of(cluster)}
 
 
