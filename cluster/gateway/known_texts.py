@@ -2,10 +2,12 @@
 
 A text is cut where a word of it (what the tokenizer's regular expression splits off before any merging) begins. What comes
 from there on has the same ids by itself as within the text, for the tokenizers that ``cuts_cleanly`` knows: they look at
-nothing to the left of a word, and a few characters to its right.
+nothing to the left of a word. To its right they look as far as a run of like characters goes, however long it is: a line's
+end, spaces and a line's end are one word, spaces before anything else are one of their own.
 
-A stride of ``STRIDE_BYTES`` is known by its bytes. What is remembered of it ends with the last word that begins at least
-``MARGIN_BYTES`` before its end, so that whatever follows the stride changes none of these ids.
+A stride of ``STRIDE_BYTES`` is known by its bytes. What is remembered of it ends where the last word begins that has
+``MARGIN_BYTES`` and ``WORDS_SEEN`` whole words after it in the stride, so that whatever follows the stride changes none of
+these ids.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +26,7 @@ from tokenizers.models import BPE
 
 STRIDE_BYTES = 2_048
 MARGIN_BYTES = 256  # more than any added token has
+WORDS_SEEN = 2  # the rest of a run of like characters, and what ended the run
 MOST_STRIDES = 4_096  # about 20 MB, 2 M tokens
 _LOOKS_LEFT = re.compile(r"\(\?<[=!]|\\[bBAGzZK]|\$|(?<!\[)\^")
 
@@ -78,20 +82,29 @@ class KnownTexts:
         parts = [self._bytes_of(token) for token in ids]
         if b"".join(parts) != raw:  # an id stands for other bytes than its own: where words begin is not known
             return
-        begin, first, at = 0, 0, 0  # of the stride, its first id; of the id looked at
-        cut, most = (0, 0), STRIDE_BYTES - MARGIN_BYTES
-        for index, part in enumerate(parts):
-            if index and words[index] != words[index - 1]:
-                if at - begin > most:
-                    if not begin < cut[0] <= begin + most or len(raw) - begin < STRIDE_BYTES:
-                        break  # at a word as long as a stride, or after the last whole one
-                    known = _Known(array("I", ids[first : cut[1]]), cut[0] - begin)
-                    self._known[raw[begin : begin + STRIDE_BYTES]] = known
-                    begin, first = cut
-                cut = at, index
-            at += len(part)
+        starts, first = _word_starts(parts, words), 0
+        while True:
+            begin, first_id = starts[first]
+            end = begin + STRIDE_BYTES
+            seen = bisect_left(starts, (end, 0)) - 1 - WORDS_SEEN  # the last word with as many whole ones after it
+            last = min(bisect_right(starts, (end - MARGIN_BYTES, len(ids))) - 1, seen)
+            if last <= first or end > len(raw):
+                break  # at a word as long as a stride, or after the last whole one
+            cut, last_id = starts[last]
+            self._known[raw[begin:end]] = _Known(array("I", ids[first_id:last_id]), cut - begin)
+            first = last
         while len(self._known) > self._most:
             del self._known[next(iter(self._known))]
+
+
+def _word_starts(parts: Sequence[bytes], words: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Of every word: bytes before it, and ids. ``parts`` and ``words``: bytes of each id, and the word that it is of."""
+    starts, at = [], 0
+    for index, part in enumerate(parts):
+        if not index or words[index] != words[index - 1]:
+            starts.append((at, index))
+        at += len(part)
+    return starts
 
 
 def cuts_cleanly(backend: Backend) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_tokenizer import SPECIALS, TURN_END, write_tiny_model
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from support.tiny_tokenizer import SPECIALS, TURN_END, byte_alphabet, write_tiny_model
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from moonpool.cluster.gateway import known_texts
@@ -17,6 +17,8 @@ from moonpool.cluster.gateway.known_texts import KnownTexts, cuts_cleanly
 from moonpool.cluster.gateway.tokenizer import Tokenizer, TokenTable
 
 LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+BY_CASE = rf"{UPPER}*{LOWER}+|{UPPER}+{LOWER}*|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 KINDS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -92,6 +94,31 @@ def test_a_text_has_the_ids_that_it_has_without_a_memory_whatever_was_tokenised_
 
     check()
     assert len(known)
+
+
+@pytest.mark.usefixtures("small_strides")
+@pytest.mark.parametrize(
+    ("pattern", "run", "ends"),
+    [(LLAMA_3, ("\n", " "), ("x", "\n")), (BY_CASE, ("ª", "B"), (" ", "b"))],
+    ids=["spaces", "capitals"],
+)
+def test_runs_of_like_characters_longer_than_the_margin_are_one_word_or_two_by_what_ends_them(
+    pattern: str, run: tuple[str, str], ends: tuple[str, str]
+) -> None:
+    """Where they are one, what began the run has an id together with the character after it."""
+    alphabet = byte_alphabet()
+    first, then = alphabet[run[0].encode()[-1]], alphabet[run[1].encode()[0]]
+    vocab = {name: i for i, name in enumerate((*alphabet.values(), first + then))}
+    made = Backend(models.BPE(vocab=vocab, merges=[(first, then)]))
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), BYTES])
+    made.decoder = decoders.ByteLevel()
+    assert cuts_cleanly(made)
+    for length in range(20, 60):
+        texts = [f"the moon is a {run[0]}{run[1] * length}{end}{'the moon ' * 9}" for end in ends]
+        for before, text in (texts, texts[::-1]):
+            known = remembering(made)
+            known.encode(before)
+            assert known.encode(text) == plain(made)(text), f"{length} of them"
 
 
 @pytest.mark.usefixtures("small_strides")
