@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -22,11 +21,14 @@ from pathlib import Path
 
 import numba
 
+from moonpool.engine.timed_lock import TimedLock
+
 log = logging.getLogger(__name__)
 
 _SOURCES = ("compiled/*.py", "paged_*.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
 _ROOM = 64 << 20  # bytes free; all kernels take some 4 MiB
+_PATIENCE_S = 300.0  # for another process that compiles: several times what it takes, and not for ever where it is frozen
 _LAST = b"."  # byte of a whole file
 _NOT_KEPT = "moonpool-kernels-"  # how folders of one process's own begin
 
@@ -51,8 +53,8 @@ def use_kernel_cache(root: Path | None = None) -> Path:
     Cached kernels are code, and pickled: a folder that somebody else may write is not used, nor one that this user may not,
     nor one on a full disk. Then kernels live in a folder of this process's own, and every start compiles them.
     """
-    folder = kernel_folder(root or user_folder())
     try:
+        folder = kernel_folder(root or user_folder())
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(folder.parent)
         _require_own(folder)
@@ -62,7 +64,7 @@ def use_kernel_cache(root: Path | None = None) -> Path:
         for other in folder.parent.iterdir():
             if other != folder and time.time() - other.stat().st_mtime > _KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # RuntimeError: a user without a home
         folder = Path(tempfile.mkdtemp(prefix=_NOT_KEPT))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         log.warning("kernels are not kept for the next start: %s", e)
@@ -107,14 +109,19 @@ def what_to_wait_for() -> str:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Around what may compile: of several processes that start at once one does it, and the others load what it made."""
+    held, lock = False, None
     try:
-        file = (Path(numba.config.CACHE_DIR) / ".lock").open("w")
-    except OSError:
+        lock = TimedLock(Path(numba.config.CACHE_DIR) / ".lock")
+        held = lock.acquire(_PATIENCE_S)
+    except OSError as e:  # a file system without locks
+        log.warning("kernels may be compiled twice: %s", e)
+    try:
         yield
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    finally:
+        if lock is not None:
+            if held:
+                lock.release()
+            lock.close()
 
 
 use_kernel_cache()
