@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -14,9 +17,12 @@ from numpy.typing import NDArray
 from transformers import GPT2Config
 
 from moonpool.core.errors import ConfigError
+from moonpool.core.layout import KVLayout
 from moonpool.engine import choosing
 from moonpool.engine.backends import Hook, Span
+from moonpool.engine.compiled.features import unfit
 from moonpool.engine.fused_backend import FusedBackend
+from moonpool.engine.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +89,12 @@ def test_the_trial_needs_no_more_than_there_is_and_leaves_nothing_behind(tiny_ll
     engine = load_tiny(tiny_llama, pages=pages, context=context)
     assert engine.backend_name == "fused"
     assert not engine.kv_bytes.any()
+
+
+def test_a_cpu_that_numba_may_not_use_whole_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NUMBA_CPU_NAME=generic; the compiler would end the process."""
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "+sse2,-avx512bf16,+avx512f,+avx512vl,+avx512bw")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    recipe, layout = mock.create_autospec(Recipe), mock.create_autospec(KVLayout)
+    assert unfit(recipe, layout) == "the CPU, or what numba is told of it, lacks avx512bf16"
