@@ -66,12 +66,17 @@ class Note:
 
 def all_beside(notes: Iterable[Note], now: float) -> Beside:
     """The answers of all decode workers: the cores are theirs by turns."""
-    told = [note.beside for note in notes if note.told_at and now - note.told_at <= FRESH_S]
+    told = [note.beside for note in notes if _fresh(note.told_at, now)]
     return Beside(tightest(one.room for one in told), sum(one.step_s for one in told))
 
 
 def somebody_waits(notes: Iterable[Note], now: float) -> bool:
-    return any(note.waits_since and now - note.waits_since <= FRESH_S for note in notes)
+    return any(_fresh(note.waits_since, now) for note in notes)
+
+
+def _fresh(at: float, now: float) -> bool:
+    """One from the future was not written by this host's clock, or not whole."""
+    return at != 0.0 and abs(now - at) <= FRESH_S
 
 
 def slice_over(held_s: float, layer_s: float, slice_s: float) -> bool:

@@ -11,7 +11,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -299,9 +299,14 @@ class SharedPrompts(_Shared):
         if now < self._look_at:
             return
         self._look_at = now + LOOK_S
-        for name in os.listdir(self._folder):
+        try:
+            names = os.listdir(self._folder)
+        except OSError:  # somebody cleared it away: those who have its files open go on
+            return
+        for name in names:
             if name.endswith(NOTE) and name not in self._notes:
-                self._notes[name] = _map(self._folder / name)
+                with suppress(OSError):  # another user's
+                    self._notes[name] = _map(self._folder / name)
 
 
 def _read(note: mmap.mmap) -> Note:

@@ -54,6 +54,12 @@ def test_a_worker_that_has_waited_too_long_is_not_there_any_more() -> None:
     assert not somebody_waits([Note(), Note(waits_since=5.0)], 5.1 + FRESH_S)
 
 
+def test_a_note_from_the_future_is_not_believed() -> None:
+    ahead = note(1.0, 1.0, at=5.0 + 2 * FRESH_S, waits=5.0 + 2 * FRESH_S)
+    assert all_beside([ahead], 5.0) == Beside() and not somebody_waits([ahead], 5.0)
+    assert not somebody_waits([note(1.0, 1.0, waits=nan), note(1.0, 1.0, waits=inf)], 5.0)
+
+
 def test_a_slice_ends_before_the_layer_that_would_not_fit() -> None:
     assert not slice_over(0.06, 0.03, 0.1)
     assert slice_over(0.08, 0.03, 0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,6 +185,23 @@ def test_prompts_hear_what_answers_on_the_host_leave_to_them(tmp_path: Path, mon
     steps.tell(Room(0.1, 0.3), 0.02)
     steps.close()
     assert prompts.beside() == Beside()
+    prompts.close()
+
+
+def test_prompts_go_on_where_the_folder_was_cleared_away_or_has_what_is_not_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(permit, "LOOK_S", 0.0)
+    folder = tmp_path / "permit"
+    steps, prompts = SharedSteps(folder, "decode-0"), SharedPrompts(folder)
+    (folder / f"strange{permit.NOTE}").mkdir()
+    steps.tell(Room(0.08, 0.4), 0.03)
+    assert prompts.beside().step_s == 0.03
+    shutil.rmtree(folder)
+    with prompts.turn(1.0):
+        prompts.between_layers()
+    assert prompts.beside().step_s == 0.03
+    steps.close()
     prompts.close()
 
 
