@@ -49,7 +49,7 @@ class CompiledBackend:
         self._works = one(WORK)
         self._counters = np.zeros(len(recipe.layers), np.int64)
         self._buffers: list[Any] = []
-        self._capacity = 0
+        self._capacity = 0  # tokens of a step; none while there is no crew or it knows no buffers
         self._crew: list[threading.Thread] = []
         self._sync = fresh_sync()
         self._fill_model(pages)
@@ -140,7 +140,6 @@ class CompiledBackend:
         """Buffers for steps of ``tokens`` tokens. No crew may be at work: it knows the former ones."""
         self._buffers = []
         recipe, layout, work = self._recipe, self._layout, self._works[0]
-        self._capacity = tokens
         group = recipe.heads // layout.kv_heads
         most = planning.most_tasks(tokens, layout.kv_heads, group, self._longest, self._threads)
         self._tasks = np.zeros(most, TASK)
@@ -192,8 +191,10 @@ class CompiledBackend:
             helper = threading.Thread(target=step.run, args=(*shared, number), name=f"compute {number}", daemon=True)
             helper.start()
             self._crew.append(helper)
+        self._capacity = len(self._positions)
 
     def _dismiss(self) -> None:
+        self._capacity = 0
         if self._crew:
             dismiss(self._sync)
         for helper in self._crew:

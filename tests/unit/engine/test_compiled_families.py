@@ -159,3 +159,24 @@ def test_hooks_see_each_layer_once_and_change_no_bit(tmp_path: Path) -> None:
         engine.forward([Row(ids, 0, table, True)], on_layer=fail)
     assert torch.equal(engine.forward([Row(ids, 0, table, True)]), want)
     engine.close()
+
+
+@pytest.mark.parametrize("missing", ["_buffer", "_muster"])
+def test_a_step_too_large_for_memory_fails_alone(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded_tiny(tmp_path, KINDS["llama"])
+    model = ModelConfig(path=str(tmp_path))
+    few = EngineConfig(block_tokens=16, backend="compiled", prefill_chunk=16, max_batch=1)
+    engine = load_engine(Config(model=model, engine=few), tmp_path, threads=2, pages=40, cache=tmp_path / "cache")
+    table, ids = engine.pages.allocate(20), random_ids(300, seed=1)
+    want = engine.forward([Row(ids[:9], 0, table, True)]).clone()
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine._backend, missing, refuse)
+        with pytest.raises(MemoryError):
+            engine.forward([Row(ids, 0, table, True)])
+    assert torch.equal(engine.forward([Row(ids[:9], 0, table, True)]), want)
+    engine.forward([Row(ids, 0, table, True)])
+    engine.close()
