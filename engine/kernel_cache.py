@@ -69,6 +69,7 @@ def use_kernel_cache(root: Path | None = None) -> Path:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         log.warning("kernels are not kept for the next start: %s", e)
     numba.config.CACHE_DIR = str(folder)
+    numba.config.DISABLE_JIT = 0  # NUMBA_DISABLE_JIT makes Python of kernels, whose addresses and vectors Python does not have
     return folder
 
 

@@ -17,6 +17,7 @@ from moonpool.engine.kernel_cache import compiling, kept, kernel_folder, use_ker
 @pytest.fixture(autouse=True)
 def _numba_goes_on_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", numba.config.DISABLE_JIT)
 
 
 def test_kernels_lie_in_a_folder_of_their_sources_that_only_the_user_may_write(tmp_path: Path) -> None:
@@ -86,3 +87,10 @@ def test_one_process_compiles_at_a_time(tmp_path: Path) -> None:
                     os._exit(7)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_kernels_are_compiled_even_where_numba_is_told_not_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    use_kernel_cache(tmp_path)
+    kernel = numba.njit(lambda x: 2 * x)
+    assert kernel(21) == 42 and kernel.signatures
