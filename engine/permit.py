@@ -103,10 +103,15 @@ class Unshared:
         pass
 
     def numbers(self) -> dict[str, float]:
-        return dict.fromkeys(("permit_waits_count", "permit_wait_seconds", "permit_forced_count", "permit_passes_count"), 0.0)
+        return dict.fromkeys(("permit_waits_count", "permit_wait_seconds", "permit_forced_count"), 0.0)
 
     def close(self) -> None:
         pass
+
+
+class UnsharedPrompts(Unshared):
+    def numbers(self) -> dict[str, float]:
+        return {**super().numbers(), "permit_passes_count": 0.0}
 
 
 def permit_folder(state_dir: Path) -> Path:
@@ -123,7 +128,7 @@ def step_turns(config: Config, name: str) -> StepTurns:
 
 def prompt_turns(config: Config) -> PromptTurns:
     """Of a prefill worker; as ``step_turns``."""
-    return SharedPrompts(permit_folder(config.state_dir(Path.home()))) if config.engine.permit == "on" else Unshared()
+    return SharedPrompts(permit_folder(config.state_dir(Path.home()))) if config.engine.permit == "on" else UnsharedPrompts()
 
 
 class _Shared:
@@ -152,7 +157,6 @@ class _Shared:
             "permit_waits_count": self._waits,  # turns that somebody else held up
             "permit_wait_seconds": self._waited_s,
             "permit_forced_count": self._forced,  # turns without the permit: its holder did not move
-            "permit_passes_count": self._passes,  # times that steps were let go first
         }
 
     def close(self) -> None:
@@ -238,6 +242,9 @@ class SharedPrompts(_Shared):
             if first:
                 self._prompts.release()
             self._chunk_s = max(time.monotonic() - got, MOST_PATIENCE_S)
+
+    def numbers(self) -> dict[str, float]:
+        return {**super().numbers(), "permit_passes_count": self._passes}  # times that steps were let go first
 
     def between_layers(self) -> None:
         now = time.monotonic()

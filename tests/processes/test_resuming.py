@@ -109,11 +109,22 @@ def busiest(cluster: LocalCluster, names: Sequence[str], gauge: str) -> str:
     return max(names, key=lambda name: numbers.get(name, {}).get(gauge, 0.0))
 
 
+STRIKES = 3
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_answers_of_a_lost_decode_worker_go_on_as_if_nothing_was(
     twins: LocalCluster, tiny_oracle: Oracle, how: signal.Signals
 ) -> None:
-    tokens, prompts = 900, [prompt(n, seed=100 * how + n) for n in (15, 16, 17, 40, 47, 48, 49, 70)]
+    for strike in range(STRIKES):
+        if await _lost_while_answers_run(twins, tiny_oracle, how, 1_000 * strike):
+            return
+    raise AssertionError(f"{STRIKES} times all answers had ended before their worker was lost")
+
+
+async def _lost_while_answers_run(twins: LocalCluster, tiny_oracle: Oracle, how: signal.Signals, seed: int) -> bool:
+    """Whether the blow came in time: then some prompt was fetched or computed again, as the conductor chose."""
+    tokens, prompts = 900, [prompt(n, seed=seed + 100 * how + n) for n in (15, 16, 17, 40, 47, 48, 49, 70)]
     twins.until(lambda: whole_again(twins), "everybody is there", 120)
     asked_for = counted(twins, "prompt_tokens", PREFILLS) + sum(map(len, prompts))
     lives = {name: twins.member(name) for name in DECODES}
@@ -131,8 +142,8 @@ async def test_answers_of_a_lost_decode_worker_go_on_as_if_nothing_was(
         return whole_again(twins) and twins.member(victim.id).incarnation > victim.incarnation
 
     twins.until(back, f"{victim.id} is back", 120)
-    assert counted(twins, "prompt_tokens", PREFILLS) > asked_for  # fetched or computed: that is the conductor's to choose
     twins.assert_idle(20)
+    return counted(twins, "prompt_tokens", PREFILLS) > asked_for
 
 
 async def test_twenty_prompts_of_a_killed_prefill_worker_are_computed_by_the_other_and_answers_under_way_go_on(

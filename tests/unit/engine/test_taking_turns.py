@@ -223,3 +223,6 @@ def test_a_folder_that_cannot_be_is_named_and_without_permit_nobody_waits(tmp_pa
     assert (permit_folder(tmp_path) / "cores").exists()
     assert turns.numbers().keys() == Unshared().numbers().keys()
     turns.close()
+    prompts = prompt_turns(shared)
+    assert prompts.numbers().keys() == prompt_turns(config).numbers().keys() == {*turns.numbers(), "permit_passes_count"}
+    prompts.close()
