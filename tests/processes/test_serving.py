@@ -20,7 +20,7 @@ import jsonschema
 import openai
 import psutil
 import pytest
-from support.cluster import SPLIT, LocalCluster, complete, running
+from support.cluster import SPLIT, Answer, LocalCluster, complete, running
 
 from moonpool.core.membership import Liveness
 from moonpool.wire import pb
@@ -159,10 +159,12 @@ async def test_a_target_that_the_load_would_miss_is_refused_and_accepted_when_id
             assert (await complete(client, prompt(600, seed), 2)).status == 200
         # Of this machine, as busy as it is: time enough for such a prompt alone, but not behind one of 4,000 tokens.
         target = {"x-ttft-target-ms": str(int(1250 * (time.monotonic() - begun)))}
-        # One for each prefill worker: what waits behind them would be passed by a shorter prompt with a target.
-        load = [asyncio.create_task(complete(client, prompt(4000, 100 + i), 2)) for i in range(2)]
-        async with asyncio.timeout(30):
-            while not all(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1")):  # noqa: ASYNC110
+        # At each prefill worker: what waits behind them would be passed by a shorter prompt with a target.
+        load: list[asyncio.Task[Answer]] = []
+        async with asyncio.timeout(60):
+            while not all(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1")):
+                if sum(not task.done() for task in load) < 2:
+                    load.append(asyncio.create_task(complete(client, prompt(4000, 100 + len(load)), 2)))
                 await asyncio.sleep(0.02)
         before = sum(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1"))
         refused = await complete(client, prompt(600, 91), 2, headers=target)
