@@ -26,18 +26,23 @@ class AskingClient:
         blocks = -(-tokens // BLOCK)
         ids = tuple(range(prompt * 1_000, prompt * 1_000 + blocks))
         content = self._prompts.json_prompt(PlannedSend(0, 0.0, tokens, output, ids, BLOCK, 0, 0))
-        rest = {
-            "model": self._model, "max_tokens": output, "min_tokens": output, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
         answer = Answer()
-        await self._sender.send(json.dumps(rest).encode()[:-1] + b',"prompt":' + content + b"}", {}, answer)
+        await self._sender.send(greedy_body(self._model, output, content), {}, answer)
         if answer.outcome is not Outcome.OK:
             raise ConfigError(f"bench: the server answered {answer.status}: {answer.reason}", param="bench")
         if answer.reading.prompt_tokens != tokens or answer.reading.completion_tokens != output:
             counted = (answer.reading.prompt_tokens, answer.reading.completion_tokens)
             raise ConfigError(f"bench: asked for ({tokens}, {output}) tokens, the server counted {counted}", param="bench")
         return answer
+
+
+def greedy_body(model: str, output: int, prompt: bytes) -> bytes:
+    """Of a streamed completion of exactly ``output`` tokens. ``prompt``: JSON."""
+    rest = {
+        "model": model, "max_tokens": output, "min_tokens": output, "temperature": 0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    return json.dumps(rest).encode()[:-1] + b',"prompt":' + prompt + b"}"
 
 
 def ttft_ms(answer: Answer) -> float:

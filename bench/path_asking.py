@@ -13,6 +13,7 @@ from typing import Literal
 import grpc
 import grpc.aio
 
+from moonpool.bench.asking import greedy_body
 from moonpool.bench.local_cluster import LocalCluster
 from moonpool.bench.path_steps import SENT, TEXT, Mode, Point, Where
 from moonpool.cluster.survey import members
@@ -74,12 +75,8 @@ class PathClient:
         """An answer of ``output`` tokens to the prompt with that number. ConfigError: not answered in full."""
         blocks = tuple(range(prompt * 1_000, prompt * 1_000 + -(-tokens // _BLOCK)))
         content = self._prompts[kind].json_prompt(PlannedSend(0, 0.0, tokens, output, blocks, _BLOCK, 0, 0))
-        rest = {
-            "model": self._model, "max_tokens": output, "min_tokens": output, "temperature": 0, "ignore_eos": True,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
         answer = Answer()
-        await self._sender.send(json.dumps(rest).encode()[:-1] + b',"prompt":' + content + b"}", {}, answer)
+        await self._sender.send(greedy_body(self._model, output, content), {}, answer)
         if answer.outcome is not Outcome.OK or answer.reading.completion_tokens != output:
             told = f"{answer.status}, {answer.reading.completion_tokens} tokens: {answer.reason}"
             raise ConfigError(f"bench: asked for {output} tokens, the server answered {told}", param="bench")

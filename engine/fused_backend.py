@@ -74,9 +74,7 @@ class FusedBackend:
             x = self._attend(x, index, layer, turns[layer.of.rotary], step)
             x = self._think(x, layer)
         last = self._norm(x[torch.tensor(wanted, dtype=torch.int64)], recipe.final_norm)
-        logits = self._head(last)
-        cap = recipe.logits_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return recipe.capped(self._head(last))
 
     def close(self) -> None:
         del self._recipe, self._memory, self._layers, self._head, self._turns

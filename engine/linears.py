@@ -53,7 +53,7 @@ def linear_of(projection: Projection, *, keep: bool = False) -> Linear:
     if packed is None:
         return _Plain(projection)
     if not keep:
-        weight.data = weight.new_empty(0)
+        projection.let_go()
     return _Packed(packed, projection.bias)
 
 

@@ -145,7 +145,7 @@ class _Shared:
                 param="engine.permit",
             ) from e
         self._has_cores = False
-        self._waits = self._forced = self._passes = 0
+        self._waits = self._forced = 0
         self._waited_s = 0.0
 
     @property
@@ -226,6 +226,7 @@ class SharedPrompts(_Shared):
         self._layer_at = 0.0  # the layer under way began
         self._slice_s = 0.0
         self._chunk_s = MOST_PATIENCE_S
+        self._passes = 0
 
     @contextmanager
     def turn(self, slice_s: float) -> Iterator[None]:

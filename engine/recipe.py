@@ -31,6 +31,10 @@ class Projection:
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None = None  # [outputs]
 
+    def let_go(self) -> None:
+        """A packed copy takes the place of the weight, whose memory is free at once."""
+        self.weight.data = self.weight.new_empty(0)
+
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
@@ -81,3 +85,8 @@ class Recipe:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Soft-capped where the model says so."""
+        cap = self.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

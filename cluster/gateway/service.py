@@ -32,6 +32,7 @@ from moonpool.cluster.gateway.tenants.usage import TenantUsage
 from moonpool.cluster.gateway.usage_log import UsageLog, require_writable
 from moonpool.cluster.identity.exposure import console_wanted
 from moonpool.cluster.identity.https import Https, https_of
+from moonpool.cluster.listening import listening_socket
 from moonpool.cluster.overview.told import RECENT
 from moonpool.cluster.warming import count_prompts
 from moonpool.core.config import Config, GatewayConfig
@@ -255,14 +256,9 @@ def _connection_limits(gateway: GatewayConfig) -> ConnectionLimits:
 
 
 def _listen(gateway: GatewayConfig) -> socket.socket:
-    """Bound here, not by the server, so that a busy port is our error and port 0 has a number at once."""
-    family = socket.AF_INET6 if ":" in gateway.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((gateway.host, gateway.port))
+        return listening_socket(gateway.host, gateway.port)
     except OSError as e:
-        listener.close()
         if e.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"gateway.port: {gateway.port} is taken on {gateway.host}; stop what listens there or set another gateway.port",
@@ -272,5 +268,3 @@ def _listen(gateway: GatewayConfig) -> socket.socket:
             f"gateway.host: cannot bind {gateway.host}:{gateway.port}: {e.strerror}; set another gateway.host or gateway.port",
             param="gateway.host",
         ) from e
-    listener.setblocking(False)
-    return listener

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
+from moonpool.cluster.listening import listening_socket
 from moonpool.core.errors import ConfigError
 
 MAX_REQUEST = 8_192  # bytes of a request line and its headers
@@ -102,17 +103,11 @@ def _field(fields: list[str], name: str) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return listening_socket(host, port)
     except OSError as e:
-        listener.close()
         raise ConfigError(
             f"cluster.probe_port: cannot listen on {host}:{port} ({e.strerror}); choose another, or 0 for any free one, "
             "and as cluster.probe_host an address of this machine",
             param="cluster.probe_port",
         ) from e
-    listener.setblocking(False)
-    return listener

@@ -16,6 +16,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.compiled import planning, step
 from moonpool.engine.compiled.crew import dismiss, fresh_sync
+from moonpool.engine.compiled.lanes import LOG2E
 from moonpool.engine.compiled.packing import by_turns, pack, pack_bias, padded
 from moonpool.engine.compiled.records import LAYER, MERGE, MODEL, TASK, WORK, one
 from moonpool.engine.kernel_cache import compiling
@@ -24,7 +25,6 @@ from moonpool.engine.recipe import Projection, Recipe
 log = logging.getLogger(__name__)
 
 _GATES = {"silu": (1.0, 0.0), "gelu_tanh": (1.5957691216057308, 0.07135481627260025)}
-_LOG2E = 1.4426950408889634
 _ALIGN = 4096
 _KEPT_LOGITS = 64  # rows of logits that stay allocated
 
@@ -86,9 +86,7 @@ class CompiledBackend:
                     on_layer(layer)
                 self._run(layer, layer + 1, mixes=True, ends=bool(wanted) and layer == layers - 1)
         del kept
-        out = torch.from_numpy(logits[:, : self._recipe.vocabulary])
-        cap = self._recipe.logits_softcap
-        return out if cap is None else torch.tanh(out / cap) * cap
+        return self._recipe.capped(torch.from_numpy(logits[:, : self._recipe.vocabulary]))
 
     def close(self) -> None:
         self._dismiss()
@@ -140,8 +138,7 @@ class CompiledBackend:
         """Buffers for steps of ``tokens`` tokens. No crew may be at work: it knows the former ones."""
         self._buffers = []
         recipe, layout, work = self._recipe, self._layout, self._works[0]
-        group = recipe.heads // layout.kv_heads
-        most = planning.most_tasks(tokens, layout.kv_heads, group, self._longest, self._threads)
+        most = planning.most_tasks(tokens, layout.kv_heads, self._longest, self._threads)
         self._tasks = np.zeros(most, TASK)
         self._merges = np.zeros(most, MERGE)
         self._order = np.zeros(most, np.int64)
@@ -149,7 +146,7 @@ class CompiledBackend:
         width = (recipe.heads + 2 * recipe.kv_heads) * layout.head_dim
         scratch = step.thread_scratch(layout.head_dim)
         self._models[0]["scratch_bytes"] = scratch
-        partials = planning.most_partials(layout.kv_heads, group, layout.head_dim, self._longest, self._threads)
+        partials = planning.most_partials(layout.head_dim, self._longest, self._threads)
         sizes = {
             "states": tokens * recipe.hidden * 4,
             "normed": max(tokens, _KEPT_LOGITS) * recipe.hidden * 2,
@@ -203,7 +200,7 @@ class CompiledBackend:
 
     def _fill_model(self, pages: torch.Tensor) -> None:
         recipe, layout, model = self._recipe, self._layout, self._models[0]
-        model["layers"], model["hidden"], model["heads"] = len(recipe.layers), recipe.hidden, recipe.heads
+        model["hidden"], model["heads"] = recipe.hidden, recipe.heads
         model["kv_heads"], model["head_dim"], model["intermediate"] = layout.kv_heads, layout.head_dim, recipe.intermediate
         model["embedding"], model["vocabulary"] = self._hold(recipe.embedding), padded(recipe.head.weight.shape[0])
         model["head"], model["head_bias"] = self._packed(recipe.head, keep=recipe.head.weight is recipe.embedding)
@@ -212,7 +209,7 @@ class CompiledBackend:
         model["plane_bytes"], model["block_tokens"] = layout.block_tokens * layout.row_bytes, layout.block_tokens
         cap = recipe.attention_softcap
         model["eps"], model["embedding_scale"], model["scaling"] = recipe.eps, recipe.embedding_scale, recipe.scaling
-        model["softcap"], model["score_scale"] = cap or 0.0, _LOG2E if cap else recipe.scaling * _LOG2E
+        model["softcap"], model["score_scale"] = cap or 0.0, LOG2E if cap else recipe.scaling * LOG2E
         model["gate_linear"], model["gate_cubic"] = _GATES[recipe.activation]
 
     def _fill_layers(self) -> None:
@@ -225,17 +222,17 @@ class CompiledBackend:
             record["out"], record["out_bias"] = self._packed(layer.out)
             bias = None if layer.gate_up.bias is None else by_turns(layer.gate_up.bias)
             record["gate_up"], record["gate_up_bias"] = self._packed(Projection(by_turns(layer.gate_up.weight), bias))
-            layer.gate_up.weight.data = layer.gate_up.weight.new_empty(0)
+            layer.gate_up.let_go()
             record["down"], record["down_bias"] = self._packed(layer.down)
             record["window"] = layer.window or 0
             record["cos"], record["sin"] = turns[layer.rotary]
 
     def _packed(self, projection: Projection, *, keep: bool = False) -> tuple[Address, Address]:
         """Unless ``keep``, the packed copy takes the place of the weight, whose memory is let go at once."""
-        weight, outputs = projection.weight, projection.weight.shape[0]
-        packed = self._hold(pack(weight))
+        outputs = projection.weight.shape[0]
+        packed = self._hold(pack(projection.weight))
         if not keep:
-            weight.data = weight.new_empty(0)
+            projection.let_go()
         return packed, self._hold(pack_bias(projection.bias, outputs))
 
     def _hold(self, tensor: torch.Tensor) -> Address:

@@ -19,12 +19,12 @@ from moonpool.engine.compiled.lanes import FLAGS
 _PARTS = 4  # units heavier than 1 / (threads * this) of all work are split
 
 
-def most_tasks(tokens: int, kv_heads: int, group: int, longest: int, threads: int) -> int:
+def most_tasks(tokens: int, kv_heads: int, longest: int, threads: int) -> int:
     """An upper bound for a step of ``tokens`` tokens, none of them beyond position ``longest``."""
     return tokens * kv_heads + _most_split(threads) * ranges_of(longest)
 
 
-def most_partials(kv_heads: int, group: int, head_dim: int, longest: int, threads: int) -> int:
+def most_partials(head_dim: int, longest: int, threads: int) -> int:
     """float32 that split units may need."""
     return _most_split(threads) * ranges_of(longest) * QUERY_ROWS * (head_dim + 2)
 

@@ -9,7 +9,6 @@ import numpy as np
 # Of the model: one record.
 MODEL = np.dtype(
     [
-        ("layers", np.int64),
         ("hidden", np.int64),
         ("heads", np.int64),
         ("kv_heads", np.int64),
