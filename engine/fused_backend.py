@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from moonpool.engine.attention import AttentionCall
+from moonpool.engine.attention import AttentionCall, Step
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.linears import Linear, linear_of
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Layer, Recipe, Rotary
-from moonpool.engine.torch_backend import TorchStep
+from moonpool.engine.torch_backend import MakeStep, TorchStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,11 @@ class _Turn:
 class FusedBackend:
     name = "fused"
 
-    def __init__(self, recipe: Recipe, memory: PageTensor) -> None:
+    def __init__(self, recipe: Recipe, memory: PageTensor, make_step: MakeStep = TorchStep) -> None:
         """``recipe`` gives its projections away: they are packed here, layer by layer."""
         self._recipe = recipe
         self._memory = memory
+        self._make_step = make_step
         self._head = linear_of(recipe.head, keep=recipe.head.weight is recipe.embedding)
         self._layers = [
             _Layer(one, linear_of(one.qkv), linear_of(one.out), linear_of(one.gate_up), linear_of(one.down))
@@ -64,7 +65,7 @@ class FusedBackend:
         on_layer: Hook | None,
     ) -> torch.Tensor:
         recipe = self._recipe
-        step = TorchStep(self._memory, spans, before_layer, on_layer)
+        step = self._make_step(self._memory, spans, before_layer, on_layer)
         positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))
         turns = [_Turn(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._turns]
         x = functional.embedding(torch.from_numpy(ids), recipe.embedding)
@@ -79,7 +80,7 @@ class FusedBackend:
     def close(self) -> None:
         del self._recipe, self._memory, self._layers, self._head, self._turns
 
-    def _attend(self, x: torch.Tensor, index: int, layer: _Layer, turn: _Turn, step: TorchStep) -> torch.Tensor:
+    def _attend(self, x: torch.Tensor, index: int, layer: _Layer, turn: _Turn, step: Step) -> torch.Tensor:
         """[tokens, hidden]: ``x`` and what attention adds to it."""
         recipe, of = self._recipe, layer.of
         both = recipe.heads + recipe.kv_heads

@@ -11,16 +11,17 @@ from numpy.typing import NDArray
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
-from moonpool.engine.torch_backend import TorchStep
+from moonpool.engine.torch_backend import MakeStep, TorchStep
 
 
 class ModuleBackend:
     name = "torch"
 
-    def __init__(self, model: torch.nn.Module, memory: PageTensor) -> None:
+    def __init__(self, model: torch.nn.Module, memory: PageTensor, make_step: MakeStep = TorchStep) -> None:
         compiled_attention(memory.layout.dtype)  # takes seconds the first time on a machine: not in somebody's first token
         self._model = model
         self._memory = memory
+        self._make_step = make_step
 
     def forward(
         self,
@@ -36,7 +37,7 @@ class ModuleBackend:
             position_ids=torch.from_numpy(positions)[None],
             use_cache=False,
             logits_to_keep=torch.tensor(wanted, dtype=torch.int64),
-            moonpool_step=TorchStep(self._memory, spans, before_layer, on_layer),
+            moonpool_step=self._make_step(self._memory, spans, before_layer, on_layer),
         )
         logits: torch.Tensor = out.logits[0]
         return logits

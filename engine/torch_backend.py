@@ -5,15 +5,18 @@ Rows of one token (decode) are for the kernels of ``paged_attention``; longer ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from moonpool.engine.attention import AttentionCall
+from moonpool.engine.attention import AttentionCall, Step
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.chunk_attention import ChunkRow
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_attention import DecodeRows
+
+MakeStep = Callable[[PageTensor, Sequence[Span], Hook | None, Hook | None], Step]
+"""``TorchStep``, or another that takes its place: attention and K/V writes of all layers of one step."""
 
 
 class TorchStep:
