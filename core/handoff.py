@@ -8,19 +8,23 @@ from moonpool.core.errors import Failure
 from moonpool.core.ids import NodeId
 from moonpool.core.landing import Landing
 from moonpool.core.membership import PrefillTiming
-from moonpool.core.placement import Segment, WorkerRef
+from moonpool.core.placement import Helper, Segment, WorkerRef
 from moonpool.core.request import Attempt, PromptLogprobs, Sampled
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """``have_blocks`` leading blocks are in the decode worker's device pages already and are not sent."""
+    """``have_blocks`` leading blocks are in the decode worker's device pages already and are not sent.
+
+    ``helpers`` compute what lies before this worker's span, in prompt order; the last of them is asked by this worker.
+    """
 
     attempt: Attempt
     segments: tuple[Segment, ...]
     decode: WorkerRef
     store_node: NodeId  # whose store node grants the landing: the decode worker's host
     have_blocks: int = 0
+    helpers: tuple[Helper, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,19 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Helper:
+    """``worker`` computes one span of a long prompt: it ends before block ``until`` and begins where the one before ends."""
+
+    worker: WorkerRef
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """``prefill == decode`` means a local hand-off (role ``both``). Segments cover the prompt's whole blocks in order.
+
+    ``helpers`` compute what lies before the span of ``prefill``, each its own span, in prompt order; segments are then
+    what the first of them finds.
 
     The last prompt token is computed even where its block is reused or fetched. Predictions are 0 while the conductor
     has no fitted estimate.
@@ -51,6 +62,7 @@ class Placement:
     predicted_ttft_ms: float = 0.0
     predicted_tbt_ms: float = 0.0
     booking: int = 0  # the conductor's number for what it booked; given back with ``Finished``
+    helpers: tuple[Helper, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,8 @@ class Filler:
             self._owner.released(live)
             return
         placement = live.placement
-        job = PrefillJob(live.attempt, placement.segments, placement.decode, self._member.node, matched)
+        here = self._member.node
+        job = PrefillJob(live.attempt, placement.segments, placement.decode, here, matched, placement.helpers)
         handoff = Handoff(
             job, placement.prefill, live.sequence, self._engine.layout.layers, client, self._copier, _Owner(live, self)
         )

@@ -28,6 +28,7 @@ class PrefillJob(message.Message):
     DECODE_FIELD_NUMBER: builtins.int
     STORE_NODE_FIELD_NUMBER: builtins.int
     HAVE_BLOCKS_FIELD_NUMBER: builtins.int
+    HELPERS_FIELD_NUMBER: builtins.int
     store_node: builtins.str
     """node whose store node grants the landing: the decode worker's host"""
     have_blocks: builtins.int
@@ -38,6 +39,10 @@ class PrefillJob(message.Message):
     def segments(self) -> containers.RepeatedCompositeFieldContainer[types_pb2.Segment]: ...
     @builtins.property
     def decode(self) -> types_pb2.WorkerRef: ...
+    @builtins.property
+    def helpers(self) -> containers.RepeatedCompositeFieldContainer[types_pb2.Helper]:
+        """who computes what lies before this worker's span, in prompt order; it asks the last of them"""
+
     def __init__(
         self,
         *,
@@ -46,10 +51,11 @@ class PrefillJob(message.Message):
         decode: types_pb2.WorkerRef | None = ...,
         store_node: builtins.str = ...,
         have_blocks: builtins.int = ...,
+        helpers: abc.Iterable[types_pb2.Helper] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode", "have_blocks", b"have_blocks", "segments", b"segments", "store_node", b"store_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode", "have_blocks", b"have_blocks", "helpers", b"helpers", "segments", b"segments", "store_node", b"store_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

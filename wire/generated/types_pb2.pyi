@@ -497,6 +497,30 @@ class Segment(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class Helper(message.Message):
+    """One worker of a group that prefills one long prompt, each its own span."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: builtins.int
+    UNTIL_FIELD_NUMBER: builtins.int
+    until: builtins.int
+    """blocks of the prompt before the end of its span"""
+    @builtins.property
+    def worker(self) -> WorkerRef: ...
+    def __init__(
+        self,
+        *,
+        worker: WorkerRef | None = ...,
+        until: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["until", b"until", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class Placement(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
@@ -506,6 +530,7 @@ class Placement(message.Message):
     PREDICTED_TTFT_MS_FIELD_NUMBER: builtins.int
     PREDICTED_TBT_MS_FIELD_NUMBER: builtins.int
     BOOKING_FIELD_NUMBER: builtins.int
+    HELPERS_FIELD_NUMBER: builtins.int
     predicted_ttft_ms: builtins.float
     predicted_tbt_ms: builtins.float
     booking: builtins.int
@@ -515,6 +540,10 @@ class Placement(message.Message):
     def decode(self) -> WorkerRef: ...
     @builtins.property
     def segments(self) -> containers.RepeatedCompositeFieldContainer[Segment]: ...
+    @builtins.property
+    def helpers(self) -> containers.RepeatedCompositeFieldContainer[Helper]:
+        """who computes what lies before the span of `prefill`, in prompt order"""
+
     def __init__(
         self,
         *,
@@ -524,10 +553,11 @@ class Placement(message.Message):
         predicted_ttft_ms: builtins.float = ...,
         predicted_tbt_ms: builtins.float = ...,
         booking: builtins.int = ...,
+        helpers: abc.Iterable[Helper] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["booking", b"booking", "decode", b"decode", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["booking", b"booking", "decode", b"decode", "helpers", b"helpers", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

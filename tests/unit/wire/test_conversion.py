@@ -25,9 +25,20 @@ relaxed = settings(max_examples=30, deadline=None, suppress_health_check=[Health
 def test_the_nouns_that_cross_wires_are_all_mirrored() -> None:
     mirrored = {cls.__name__ for cls, _ in PAIRS}
     assert mirrored >= {
-        *("Attempt", "Begun", "Drained", "Emission", "Failure", "Finished", "FirstToken", "KVLayout", "Landed", "Landing"),
-        *("LandingSlot", "LiveAttempt", "Member", "MemberChange", "PlaceRequest", "Placement", "PrefillJob", "PrefillTiming"),
-        *("Refusal", "Region", "Request", "Sampled", "SamplingParams", "Segment", "SlotRef", "StepTiming", "Targets"),
+        *("Attempt", "Begun", "Drained", "Emission", "Failure", "Finished", "FirstToken", "Helper", "KVLayout", "Landed"),
+        *("Landing", "LandingSlot", "LiveAttempt", "Member", "MemberChange", "PlaceRequest", "Placement", "PrefillJob"),
+        *(
+            "PrefillTiming",
+            "Refusal",
+            "Region",
+            "Request",
+            "Sampled",
+            "SamplingParams",
+            "Segment",
+            "SlotRef",
+            "StepTiming",
+            "Targets",
+        ),
         *("Ticket", "TopLogprob", "WorkerRef", "WorkerReport"),
     }
 
