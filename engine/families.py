@@ -1,6 +1,6 @@
 """From a module of the transformers library to a recipe, for the families whose layers are known line by line.
 
-A family is told by the exact classes of its modules; a subclass, another class, or anything that the tables below do not
+A family is told by the exact classes of its modules; a subclass, another class, or anything that the tables here do not
 name has no recipe and is served by its module. What a layer asks of attention (scaling, window, soft cap) is not read from
 the configuration but asked of the module itself, and rotary angles come from the module's own embedding, so that every
 rope kind is right.
@@ -9,121 +9,24 @@ rope kind is right.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
-from transformers.models.gemma import modeling_gemma as gemma
-from transformers.models.gemma2 import modeling_gemma2 as gemma2
-from transformers.models.gemma3 import modeling_gemma3 as gemma3
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.mistral import modeling_mistral as mistral
-from transformers.models.qwen2 import modeling_qwen2 as qwen2
-from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from moonpool.engine.attention import AttentionCall
-from moonpool.engine.recipe import Activation, Layer, Projection, Recipe, Rotary
+from moonpool.engine.family_classes import FAMILIES, Family
+from moonpool.engine.recipe import Activation, Experts, Layer, Projection, Recipe, Rotary
 from moonpool.engine.support import Probe
 
 _ACTIVATIONS: dict[type, Activation] = {SiLUActivation: "silu", nn.SiLU: "silu", GELUTanh: "gelu_tanh"}
 _ROTARY_BLOCK = 4_096  # positions at once: the module computes angles of both halves, of which one is kept
 
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Classes of one family, and in which of the few ways it differs from Llama."""
-
-    model: type
-    decoder: type
-    layer: type
-    attention: type
-    mlp: type
-    norm: type
-    rotary: type
-    embedding: type = nn.Embedding
-    one_more: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # what attention and MLP add is normed first
-    rotary_kinds: bool = False  # angles by the layer's type
-
-
-_FAMILIES = (
-    _Family(
-        llama.LlamaForCausalLM,
-        llama.LlamaModel,
-        llama.LlamaDecoderLayer,
-        llama.LlamaAttention,
-        llama.LlamaMLP,
-        llama.LlamaRMSNorm,
-        llama.LlamaRotaryEmbedding,
-    ),
-    _Family(
-        mistral.MistralForCausalLM,
-        mistral.MistralModel,
-        mistral.MistralDecoderLayer,
-        mistral.MistralAttention,
-        mistral.MistralMLP,
-        mistral.MistralRMSNorm,
-        mistral.MistralRotaryEmbedding,
-    ),
-    _Family(
-        qwen2.Qwen2ForCausalLM,
-        qwen2.Qwen2Model,
-        qwen2.Qwen2DecoderLayer,
-        qwen2.Qwen2Attention,
-        qwen2.Qwen2MLP,
-        qwen2.Qwen2RMSNorm,
-        qwen2.Qwen2RotaryEmbedding,
-    ),
-    _Family(
-        qwen3.Qwen3ForCausalLM,
-        qwen3.Qwen3Model,
-        qwen3.Qwen3DecoderLayer,
-        qwen3.Qwen3Attention,
-        qwen3.Qwen3MLP,
-        qwen3.Qwen3RMSNorm,
-        qwen3.Qwen3RotaryEmbedding,
-    ),
-    _Family(
-        gemma.GemmaForCausalLM,
-        gemma.GemmaModel,
-        gemma.GemmaDecoderLayer,
-        gemma.GemmaAttention,
-        gemma.GemmaMLP,
-        gemma.GemmaRMSNorm,
-        gemma.GemmaRotaryEmbedding,
-        gemma.GemmaTextScaledWordEmbedding,
-        one_more=True,
-    ),
-    _Family(
-        gemma2.Gemma2ForCausalLM,
-        gemma2.Gemma2Model,
-        gemma2.Gemma2DecoderLayer,
-        gemma2.Gemma2Attention,
-        gemma2.Gemma2MLP,
-        gemma2.Gemma2RMSNorm,
-        gemma2.Gemma2RotaryEmbedding,
-        gemma2.Gemma2TextScaledWordEmbedding,
-        one_more=True,
-        post_norms=True,
-    ),
-    _Family(
-        gemma3.Gemma3ForCausalLM,
-        gemma3.Gemma3TextModel,
-        gemma3.Gemma3DecoderLayer,
-        gemma3.Gemma3Attention,
-        gemma3.Gemma3MLP,
-        gemma3.Gemma3RMSNorm,
-        gemma3.Gemma3RotaryEmbedding,
-        gemma3.Gemma3TextScaledWordEmbedding,
-        one_more=True,
-        post_norms=True,
-        rotary_kinds=True,
-    ),
-)
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_EXPERT_PARTS = {"gate", "experts"}
+_SHARED_PARTS = {"shared_expert", "shared_expert_gate"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _POST_NORM_PARTS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
@@ -133,8 +36,8 @@ def known(model: nn.Module) -> bool:
     return _family(model) is not None
 
 
-def _family(model: nn.Module) -> _Family | None:
-    family = next((one for one in _FAMILIES if type(model) is one.model), None)
+def _family(model: nn.Module) -> Family | None:
+    family = next((one for one in FAMILIES if type(model) is one.model), None)
     return family if family is not None and _as_known(model, family) else None
 
 
@@ -148,7 +51,7 @@ def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
     if family is None:
         return None
     root: Any = model
-    decoder, config, activation = root.model, root.config, type(root.model.layers[0].mlp.act_fn)
+    decoder, config, activation = root.model, root.config, type(_act(root.model.layers[0].mlp, family))
     calls = _asked(model)
     kinds, rotaries = _rotaries(decoder, family, max_context)
     softcap, scaling, dim = calls[0].softcap, calls[0].scaling, calls[0].query.shape[2]
@@ -163,7 +66,7 @@ def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
         heads=calls[0].query.shape[0],
         kv_heads=calls[0].key.shape[0],
         head_dim=dim,
-        intermediate=decoder.layers[0].mlp.down_proj.weight.shape[1],
+        intermediate=max((_width(layer.mlp) for layer in decoder.layers if not _is_sparse(layer.mlp, family)), default=0),
         vocabulary=root.lm_head.weight.shape[0],
         eps=_eps(decoder.norm),
         activation=_ACTIVATIONS[activation],
@@ -179,7 +82,7 @@ def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
     )
 
 
-def _as_known(model: nn.Module, family: _Family) -> bool:
+def _as_known(model: nn.Module, family: Family) -> bool:
     """Whether every module below ``model`` is one that the family's layers are made of, in the places they stand in."""
     root: Any = model
     decoder, head = root.model, root.lm_head
@@ -191,21 +94,57 @@ def _as_known(model: nn.Module, family: _Family) -> bool:
     if not _are(outer) or not all(_plain(layer, family) for layer in decoder.layers):
         return False
     eps = {_eps(module) for module in model.modules() if type(module) is family.norm}
-    activations = {type(layer.mlp.act_fn) for layer in decoder.layers}
+    activations = {type(_act(layer.mlp, family)) for layer in decoder.layers}
     dtypes = {weight.dtype for weight in model.parameters()}
     return len(eps) == len(activations) == len(dtypes) == 1 and activations <= set(_ACTIVATIONS)
 
 
-def _plain(layer: Any, family: _Family) -> bool:
+def _plain(layer: Any, family: Family) -> bool:
     if _names(layer) != _LAYER_PARTS | (_POST_NORM_PARTS if family.post_norms else set()):
         return False
-    if not _are([(layer, family.layer), (layer.self_attn, family.attention), (layer.mlp, family.mlp)]):
+    if (
+        not _are([(layer, family.layer), (layer.self_attn, family.attention)])
+        or not _names(layer.self_attn) <= _ATTENTION_PARTS
+    ):
         return False
-    parts = [*layer.named_children(), *layer.self_attn.named_children(), *layer.mlp.named_children()]
-    if not {name for name, _ in parts} <= _LAYER_PARTS | _POST_NORM_PARTS | _ATTENTION_PARTS | _MLP_PARTS:
+    if not (_plain_experts(layer.mlp, family) if _is_sparse(layer.mlp, family) else _plain_mlp(layer.mlp, family)):
         return False
+    parts = [*layer.named_children(), *layer.self_attn.named_children()]
     norms = [(module, family.norm) for name, module in parts if name.endswith("norm")]
     return _are(norms + [(module, nn.Linear) for name, module in parts if name.endswith("_proj")])
+
+
+def _plain_mlp(mlp: Any, family: Family) -> bool:
+    linears = [(module, nn.Linear) for name, module in mlp.named_children() if name.endswith("_proj")]
+    return _names(mlp) == _MLP_PARTS and _are([(mlp, family.mlp), *linears])
+
+
+def _is_sparse(mlp: nn.Module, family: Family) -> bool:
+    return family.sparse is not None and type(mlp) is family.sparse.block
+
+
+def _plain_experts(block: Any, family: Family) -> bool:
+    """Of experts without biases, as all of these families have them."""
+    sparse = family.sparse
+    if sparse is None or _names(block) != _EXPERT_PARTS | (_SHARED_PARTS if sparse.shared else set()):
+        return False
+    router, experts = block.gate, block.experts
+    weights = {name for name, _ in [*router.named_parameters(), *experts.named_parameters()]}
+    if weights != {"weight", "gate_up_proj", "down_proj"} or not _are([(router, sparse.router), (experts, sparse.experts)]):
+        return False
+    if not sparse.shared:
+        return True
+    same = type(block.shared_expert.act_fn) is type(experts.act_fn)
+    return same and _plain_mlp(block.shared_expert, family) and type(block.shared_expert_gate) is nn.Linear
+
+
+def _act(mlp: Any, family: Family) -> nn.Module:
+    act: nn.Module = mlp.experts.act_fn if _is_sparse(mlp, family) else mlp.act_fn
+    return act
+
+
+def _width(mlp: Any) -> int:
+    return int(mlp.down_proj.weight.shape[1])
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -228,9 +167,11 @@ def _asked(model: nn.Module) -> list[AttentionCall]:
     return [call for _, call in probe.calls]
 
 
-def _layer(layer: Any, family: _Family, window: int | None, rotary: int) -> Layer:
+def _layer(layer: Any, family: Family, window: int | None, rotary: int) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     after = layer.post_attention_layernorm
+    experts = _experts(mlp, family) if _is_sparse(mlp, family) else None
+    dense = mlp if experts is None else getattr(mlp, "shared_expert", None)
     return Layer(
         attention_norm=_norm(layer.input_layernorm, family),
         qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj]),
@@ -239,11 +180,28 @@ def _layer(layer: Any, family: _Family, window: int | None, rotary: int) -> Laye
         out=_projection([attention.o_proj]),
         after_attention_norm=_norm(after, family) if family.post_norms else None,
         mlp_norm=_norm(layer.pre_feedforward_layernorm if family.post_norms else after, family),
-        gate_up=_projection([mlp.gate_proj, mlp.up_proj]),
-        down=_projection([mlp.down_proj]),
+        gate_up=None if dense is None else _projection([dense.gate_proj, dense.up_proj]),
+        down=None if dense is None else _projection([dense.down_proj]),
         after_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.post_norms else None,
         window=window,
         rotary=rotary,
+        experts=experts,
+    )
+
+
+def _experts(block: Any, family: Family) -> Experts:
+    """The block loses its large weights to it."""
+    router, experts = block.gate, block.experts
+    shared = block.shared_expert_gate if family.sparse is not None and family.sparse.shared else None
+    gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+    experts.gate_up_proj = experts.down_proj = None
+    return Experts(
+        router=router.weight.detach(),
+        top_k=router.top_k,
+        normalised=getattr(router, "norm_topk_prob", True),
+        gate_up=gate_up,
+        down=down,
+        dense_gate=None if shared is None else Projection(shared.weight.detach(), shared.bias),
     )
 
 
@@ -258,7 +216,7 @@ def _projection(parts: list[Any]) -> Projection:
     return Projection(weight, torch.cat(biases) if biases else None)
 
 
-def _norm(norm: Any, family: _Family) -> torch.Tensor:
+def _norm(norm: Any, family: Family) -> torch.Tensor:
     weight: torch.Tensor = norm.weight.detach().float()
     return weight + 1.0 if family.one_more else weight
 
@@ -267,7 +225,7 @@ def _eps(norm: Any) -> float:
     return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
-def _rotaries(decoder: Any, family: _Family, positions: int) -> tuple[list[int], tuple[Rotary, ...]]:
+def _rotaries(decoder: Any, family: Family, positions: int) -> tuple[list[int], tuple[Rotary, ...]]:
     """For every layer which of the rotaries is its own, and these."""
     if not family.rotary_kinds:
         return [0] * len(decoder.layers), (_rotary(decoder.rotary_emb, (), positions),)

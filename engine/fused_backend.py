@@ -17,6 +17,7 @@ from torch.nn import functional
 from moonpool.engine.attention import AttentionCall, Step
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.linears import Linear, linear_of
+from moonpool.engine.mlps import Mlp, mlp_of
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Layer, Recipe, Rotary
 from moonpool.engine.torch_backend import MakeStep, TorchStep
@@ -29,8 +30,7 @@ class _Layer:
     of: Layer
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class FusedBackend:
         self._make_step = make_step
         self._head = linear_of(recipe.head, keep=recipe.head.weight is recipe.embedding)
         self._layers = [
-            _Layer(one, linear_of(one.qkv), linear_of(one.out), linear_of(one.gate_up), linear_of(one.down))
-            for one in recipe.layers
+            _Layer(one, linear_of(one.qkv), linear_of(one.out), mlp_of(one, recipe.activation)) for one in recipe.layers
         ]
         self._turns = [_table(rotary, recipe.dtype) for rotary in recipe.rotaries]
 
@@ -110,13 +109,10 @@ class FusedBackend:
     def _think(self, x: torch.Tensor, layer: _Layer) -> torch.Tensor:
         """[tokens, hidden]: ``x`` and what the MLP adds to it."""
         of = layer.of
-        gate, up = layer.gate_up(self._norm(x, of.mlp_norm)).chunk(2, dim=1)
-        silu = self._recipe.activation == "silu"
-        active = functional.silu(gate) if silu else functional.gelu(gate, approximate="tanh")
-        inner = active.mul_(up)
+        m = self._norm(x, of.mlp_norm)
         if of.after_mlp_norm is None:
-            return layer.down.added(inner, x)
-        return x + self._norm(layer.down(inner), of.after_mlp_norm)
+            return layer.mlp.added(m, x)
+        return x + self._norm(layer.mlp(m), of.after_mlp_norm)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """In float32 whatever the dtype of ``x``, as the library's modules do."""

@@ -12,6 +12,14 @@ For token states x [tokens, hidden], layer by layer::
     gate, up = split(m @ gate_up.weight.T + gate_up.bias)
     x = x + norm((activation(gate) * up) @ down.weight.T + down.bias, after_mlp_norm)
 
+In a layer with experts the MLP's last line is instead::
+
+    p = softmax(m @ router.T)                             float32, and only the top_k of each token count
+    p = p / sum of those                                  where they are normalised
+    e = sum of p[i] * (activation(gate[i]) * up[i]) @ down[i].T, each with gate[i], up[i] = split(m @ gate_up[i].T)
+    x = x + e                                             where there is no dense part
+    x = x + e + sigmoid(m @ dense_gate.T) * dense         else, ``dense`` being the MLP from above
+
 then ``head @ norm(x, final_norm)``, soft-capped where the model says so. ``norm(x, w)`` is x / rms(x) * w; families whose
 norm multiplies by 1 + w have that 1 added to their weights here. A norm or bias that a family lacks is None, and skipped.
 """
@@ -45,6 +53,23 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs of which each token goes through a few (Shazeer et al., "Outrageously Large Neural Networks", section 2)."""
+
+    router: torch.Tensor  # [experts, hidden]
+    top_k: int
+    normalised: bool  # the weights of a token's experts sum to 1
+    gate_up: torch.Tensor  # [experts, 2 * width, hidden], gate before up
+    down: torch.Tensor  # [experts, hidden, width]
+    dense_gate: Projection | None = None  # [1, hidden], of the dense part of the layer where there is one
+
+    def let_go(self) -> None:
+        """Packed copies take the place of the weights, whose memory is free at once."""
+        self.gate_up.data = self.gate_up.new_empty(0)
+        self.down.data = self.down.new_empty(0)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     attention_norm: torch.Tensor  # float32, as all norms: [hidden], query_norm and key_norm [head_dim]
     qkv: Projection
@@ -53,11 +78,12 @@ class Layer:
     out: Projection
     after_attention_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: Projection | None  # None: experts alone, as ``down``
+    down: Projection | None
     after_mlp_norm: torch.Tensor | None
     window: int | None  # keys a query sees, itself included
     rotary: int  # index into ``Recipe.rotaries``
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,7 @@ class Recipe:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # of layers without experts; 0 where there are none
     vocabulary: int
     eps: float
     activation: Activation

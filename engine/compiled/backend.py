@@ -220,6 +220,7 @@ class CompiledBackend:
                 record[name] = 0 if weight is None else self._hold(weight.float())
             record["qkv"], record["qkv_bias"] = self._packed(layer.qkv)
             record["out"], record["out_bias"] = self._packed(layer.out)
+            assert layer.gate_up is not None and layer.down is not None  # recipes without are unfit
             bias = None if layer.gate_up.bias is None else by_turns(layer.gate_up.bias)
             record["gate_up"], record["gate_up_bias"] = self._packed(Projection(by_turns(layer.gate_up.weight), bias))
             layer.gate_up.let_go()

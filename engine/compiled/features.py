@@ -20,6 +20,8 @@ def unfit(recipe: Recipe, layout: KVLayout) -> str | None:
         return f"model.dtype is {layout.dtype}, it computes bfloat16"
     if layout.block_tokens % TILE_KEYS:
         return f"engine.block_tokens {layout.block_tokens} is not a multiple of {TILE_KEYS}"
+    if any(layer.experts is not None for layer in recipe.layers):
+        return "the model has layers of experts, it computes dense MLPs"
     sizes = {
         "head_dim": (recipe.head_dim, 32),
         "hidden_size": (recipe.hidden, 16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,19 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from moonpool.core.errors import ConfigError
 from moonpool.engine import attention
+from moonpool.engine.compiled.cpu import unfit_cpu
 from moonpool.engine.families import known, recipe_of
 
 SHAPE = {
@@ -61,6 +67,15 @@ KNOWN: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(
         **SHAPE, sliding_window=20, layer_types=MIXED, query_pre_attn_scalar=24, rope_parameters=LOCAL_GLOBAL
     ),
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
+KNOWN |= {
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=True),
+    "qwen3_moe with dense layers and weights as they are": Qwen3MoeConfig(
+        **{**SHAPE, "num_hidden_layers": 4}, **EXPERTS, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=2
+    ),
+    "qwen2_moe": Qwen2MoeConfig(**NO_HEAD_DIM, **EXPERTS, shared_expert_intermediate_size=32, mlp_only_layers=[0]),
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
 }
 UNKNOWN: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128),
@@ -102,7 +117,7 @@ def test_a_known_family_without_its_module_equals_the_library(kind: str, tmp_pat
     assert logits_apart(tmp_path / kind, dtype="float32", backend="fused") < 2e-5
 
 
-@pytest.mark.parametrize("kind", ["llama with biases and one table", "qwen3", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama with biases and one table", "qwen3", "gemma2", "qwen3_moe"])
 def test_bfloat16_is_as_near_to_float32_as_the_module(kind: str, tmp_path: Path) -> None:
     directory = tmp_path / kind
     module = logits_apart(directory, dtype="bfloat16", backend="torch")
@@ -151,6 +166,36 @@ def test_one_changed_part_makes_a_model_unknown(changed: str) -> None:
             model.__class__ = type("Tuned", (LlamaForCausalLM,), {})
     assert not known(model)
     assert recipe_of(model, 64) is None
+
+
+@pytest.mark.parametrize("changed", ["router", "experts", "bias", "activation", "more"])
+def test_one_changed_part_makes_a_model_with_experts_unknown(changed: str) -> None:
+    attention.register()
+    model: Any = AutoModelForCausalLM.from_config(KNOWN["qwen3_moe"], attn_implementation=attention.NAME).eval()
+    assert known(model)
+    block = model.model.layers[1].mlp
+    match changed:
+        case "router":
+            block.gate.__class__ = type("Noisy", (type(block.gate),), {})
+        case "experts":
+            block.experts.__class__ = type("Louder", (type(block.experts),), {})
+        case "bias":
+            block.experts.up_bias = nn.Parameter(torch.zeros(6, 48))
+        case "activation":
+            block.experts.act_fn = nn.GELU()
+        case "more":
+            block.shared_expert = nn.Linear(48, 48)
+    assert not known(model)
+
+
+def test_experts_are_not_compiled_and_the_reason_says_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path, KNOWN["qwen3_moe"])
+    engine = load_tiny(tmp_path, dtype="bfloat16")
+    assert engine.backend_name == "fused"
+    if unfit_cpu() is None:
+        assert engine.backend_note == "not compiled: the model has layers of experts, it computes dense MLPs"
+        with pytest.raises(ConfigError, match=r"engine.backend: 'compiled'.*layers of experts.*use auto"):
+            load_tiny(tmp_path, dtype="bfloat16", backend="compiled")
 
 
 def test_merged_projections_leave_no_second_copy_behind() -> None:

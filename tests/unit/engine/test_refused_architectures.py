@@ -44,6 +44,20 @@ LATENT = {
         ("Mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
         ("Bloom", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "position_ids"),
         ("Bart", {"vocab_size": VOCAB, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}, "bart|Bart"),
+        (
+            "Qwen2Moe",
+            {
+                **SMALL,
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 2,
+            },
+            "layer 0 of 'qwen2_moe' is a sliding window layer but does not say its window",
+        ),
         ("DiffLlama", SMALL, "calls its attention function"),
     ],
 )
