@@ -6,7 +6,7 @@ without that falls back to plain linears.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,10 @@ from moonpool.engine.mlps import Mlp, mlp_of
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Layer, Recipe, Rotary
 from moonpool.engine.torch_backend import MakeStep, TorchStep
+
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""[tokens, hidden]: one rank's part of what all ranks add, to the sum of all. The result is the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,23 @@ class _Turn:
 class FusedBackend:
     name = "fused"
 
-    def __init__(self, recipe: Recipe, memory: PageTensor, make_step: MakeStep = TorchStep) -> None:
-        """``recipe`` gives its projections away: they are packed here, layer by layer."""
+    def __init__(
+        self, recipe: Recipe, memory: PageTensor, make_step: MakeStep = TorchStep, reduce: Reduce | None = None
+    ) -> None:
+        """``recipe`` gives its projections away: they are packed here, layer by layer. ``reduce``: it is one rank's share of a
+        model, which is called with what attention and then MLP of each layer add here, for what they add everywhere."""
         self._recipe = recipe
         self._memory = memory
         self._make_step = make_step
         self._head = linear_of(recipe.head, keep=recipe.head.weight is recipe.embedding)
         self._layers = [
-            _Layer(one, linear_of(one.qkv), linear_of(one.out), mlp_of(one, recipe.activation)) for one in recipe.layers
+            _Layer(
+                one,
+                linear_of(one.qkv),
+                _everywhere(linear_of(one.out), reduce),
+                _everywhere(mlp_of(one, recipe.activation), reduce),
+            )
+            for one in recipe.layers
         ]
         self._turns = [_table(rotary, recipe.dtype) for rotary in recipe.rotaries]
 
@@ -63,18 +76,30 @@ class FusedBackend:
         before_layer: Hook | None,
         on_layer: Hook | None,
     ) -> torch.Tensor:
+        x = self.through_layers(self.embedded(ids), spans, before_layer, on_layer)
+        return self._recipe.capped(self.logits(x, wanted))
+
+    def embedded(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """[tokens, hidden]."""
         recipe = self._recipe
+        x = functional.embedding(torch.from_numpy(ids), recipe.embedding)
+        return x if recipe.embedding_scale == 1.0 else x * recipe.embedding_scale
+
+    def through_layers(
+        self, x: torch.Tensor, spans: Sequence[Span], before_layer: Hook | None, on_layer: Hook | None
+    ) -> torch.Tensor:
+        """[tokens, hidden] behind the last layer."""
         step = self._make_step(self._memory, spans, before_layer, on_layer)
         positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))
         turns = [_Turn(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._turns]
-        x = functional.embedding(torch.from_numpy(ids), recipe.embedding)
-        if recipe.embedding_scale != 1.0:
-            x = x * recipe.embedding_scale
         for index, layer in enumerate(self._layers):
             x = self._attend(x, index, layer, turns[layer.of.rotary], step)
             x = self._think(x, layer)
-        last = self._norm(x[torch.tensor(wanted, dtype=torch.int64)], recipe.final_norm)
-        return recipe.capped(self._head(last))
+        return x
+
+    def logits(self, x: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
+        """[len(wanted), rows of the head], not capped yet."""
+        return self._head(self._norm(x[torch.tensor(wanted, dtype=torch.int64)], self._recipe.final_norm))
 
     def close(self) -> None:
         del self._recipe, self._memory, self._layers, self._head, self._turns
@@ -117,6 +142,23 @@ class FusedBackend:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """In float32 whatever the dtype of ``x``, as the library's modules do."""
         return functional.rms_norm(x.float(), weight.shape, weight, self._recipe.eps).to(x.dtype)
+
+
+class _Everywhere:
+    """What ``part`` adds, of all ranks together."""
+
+    def __init__(self, part: Linear, reduce: Reduce) -> None:
+        self._part, self._reduce = part, reduce
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduce(self._part(x))
+
+    def added(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        return self(x).add_(to)
+
+
+def _everywhere(part: Linear, reduce: Reduce | None) -> Linear:
+    return part if reduce is None else _Everywhere(part, reduce)
 
 
 def _table(rotary: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

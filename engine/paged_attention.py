@@ -34,9 +34,10 @@ class DecodeRows:
     """One step's rows of one token each. K and V of these tokens are in their pages before ``attend``."""
 
     def __init__(self, layout: KVLayout, pages: torch.Tensor, spans: Sequence[Span]) -> None:
-        """``pages``: [pages, layers, 2, kv_heads, block_tokens, head_dim], contiguous."""
+        """``pages``: [pages, layers, 2, kv_heads, block_tokens, head_dim], contiguous but that heads beside these may lie in it."""
         self._layout = layout
         self._pages = pages
+        self._kv_heads = pages.shape[3]
         self._layer_bytes = pages.stride(1) * pages.element_size()
         self._first = np.array([span.first for span in spans])
         self._ends = np.array([span.end for span in spans])
@@ -62,11 +63,11 @@ class DecodeRows:
 
     def _plan(self, call: AttentionCall, heads: int) -> _Plan:
         layout = self._layout
-        share = heads // layout.kv_heads
+        share = heads // self._kv_heads
         low = np.zeros_like(self._ends) if call.window is None else np.maximum(0, self._ends - call.window)
-        grid = np.zeros((len(low), layout.kv_heads), UNIT)
+        grid = np.zeros((len(low), self._kv_heads), UNIT)
         grid["token"] = self._first[:, None]
-        grid["head"] = np.arange(layout.kv_heads)
+        grid["head"] = np.arange(self._kv_heads)
         grid["table"] = np.array([table.ctypes.data for table in self._tables])[:, None]
         grid["low"], grid["end"] = low[:, None], self._ends[:, None]
         grid["parts"] = grid["left"] = ((self._ends - 1) // SPLIT - low // SPLIT + 1)[:, None]
@@ -78,10 +79,11 @@ class DecodeRows:
         partials, taken = np.empty((len(tasks), share, 2 + layout.head_dim), np.float32), np.zeros(1, np.int64)
         job = np.zeros(1, JOB)
         job["page_stride"], job["item"] = self._pages.stride(0), self._pages.element_size()
-        job["kv_heads"], job["share"] = layout.kv_heads, share
+        job["values"] = self._pages.stride(2) // self._pages.stride(3)
+        job["kv_heads"], job["share"] = self._kv_heads, share
         job["dim"], job["block_tokens"] = layout.head_dim, layout.block_tokens
         job["units"], job["unit_count"] = units.ctypes.data, len(units)
         job["tasks"], job["task_count"] = tasks.ctypes.data, len(tasks)
         job["partials"], job["taken"] = partials.ctypes.data, taken.ctypes.data
-        alone = int((self._ends - low).sum()) * layout.token_bytes // layout.layers <= ALONE_BYTES
+        alone = int((self._ends - low).sum()) * 2 * self._kv_heads * layout.row_bytes <= ALONE_BYTES
         return _Plan(units, tasks, taken, partials, job, alone)

@@ -55,7 +55,8 @@ TASK = np.dtype([("unit", np.int64), ("part", np.int64)])
 # One layer of one step. Addresses are of arrays that outlive the call.
 JOB = np.dtype(
     [
-        ("keys", np.int64),  # address of the layer's K in page 0; V follows K
+        ("keys", np.int64),  # address of the layer's K of the first head in page 0
+        ("values", np.int64),  # planes (tokens of one head) from K to V of a head
         ("page_stride", np.int64),  # elements from a page to the next
         ("kv_heads", np.int64),
         ("share", np.int64),  # query heads for each K/V head
@@ -198,7 +199,7 @@ def _attend(job: Any, kind: Any, unit: Any, low: Any, end: Any, query: Any, scor
     for block in range(low // size, (end - 1) // size + 1):
         a, b = max(low, block * size), min(end, (block + 1) * size)
         keys = carray(pointer(_address(job, table[block], unit.head, a - block * size)), (b - a, job.dim), kind)
-        _score(query, keys, scores, a - low, _address(job, table[block], job.kv_heads + unit.head, a - block * size))
+        _score(query, keys, scores, a - low, _address(job, table[block], job.values + unit.head, a - block * size))
     if job.softcap != 0:
         _cap(scores, end - low, np.float32(job.softcap))
     for head in range(job.share):
@@ -208,7 +209,7 @@ def _attend(job: Any, kind: Any, unit: Any, low: Any, end: Any, query: Any, scor
         sums[head, 1] = _sum(scores[head], end - low)
     for block in range(low // size, (end - 1) // size + 1):
         a, b = max(low, block * size), min(end, (block + 1) * size)
-        values = _address(job, table[block], job.kv_heads + unit.head, a - block * size)
+        values = _address(job, table[block], job.values + unit.head, a - block * size)
         _add(scores, a - low, carray(pointer(values), (b - a, job.dim), kind), sums)
 
 
