@@ -10,6 +10,7 @@ from moonpool.core.use import DEFAULT_TENANT
 
 DECIDING = ("policy", "policy_settings", "admission", "admission_settings", "planner_settings")
 MAX_MODEL_CHARS = 200
+COMPILED_TILE = 16  # tokens: what the compiled backend takes of a block at once
 WRITE_SIZE = "write bytes, or KiB, MiB, GiB, TiB after a number"
 
 
@@ -27,6 +28,7 @@ def require_consistent(config: Config) -> None:
         seen.add(node.name)
     registry_of(config)
     _check_models(config)
+    _check_backend(config)
     _check_security(config.security)
     for tenant, size in config.store.quotas.items():
         if size < 0:
@@ -97,6 +99,23 @@ def _check_models(config: Config) -> None:
                     "else has, [model] included", param="gateway.models",
                 )  # fmt: skip
             seen.add(name)
+
+
+def _check_backend(config: Config) -> None:
+    """What is known of a backend asked for by name without a model or a machine; the engine checks everything."""
+    if config.engine.backend != "compiled":
+        return
+    for model in config.models:
+        if model.dtype != "bfloat16":
+            raise ConfigError(
+                f"engine.backend: 'compiled' computes bfloat16, model.dtype of {model.served_name!r} is {model.dtype}; use auto, which "
+                "takes the fastest that can, or dtype bfloat16", param="engine.backend",
+            )  # fmt: skip
+    if config.engine.block_tokens % COMPILED_TILE:
+        raise ConfigError(
+            f"engine.block_tokens: {config.engine.block_tokens} is not a multiple of {COMPILED_TILE}, which engine.backend "
+            "'compiled' needs; use 64, or backend auto", param="engine.block_tokens",
+        )  # fmt: skip
 
 
 def _check_roles(config: Config) -> None:

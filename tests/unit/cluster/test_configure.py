@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moonpool.cluster.configure import all_keys, describe, load_config, sections, variable_of
+from moonpool.cluster.consistent import COMPILED_TILE
 from moonpool.cluster.deciding import policy_of
 from moonpool.core.config import Config, EngineConfig, SchedulerConfig
 from moonpool.core.errors import ConfigError
@@ -162,6 +163,21 @@ def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     for values in sections().values():
         assert values.model_config["frozen"] is True
         assert values.model_config["extra"] == "forbid"
+
+
+def test_the_compiled_backend_is_refused_before_any_model_is_loaded_where_its_numbers_do_not_fit() -> None:
+    def load(**values: str) -> None:
+        load_config(None, {}, {"engine.backend": "compiled", **{k.replace("__", "."): v for k, v in values.items()}})
+
+    load()
+    load(engine__block_tokens=str(3 * COMPILED_TILE))
+    load(engine__backend="auto", model__dtype="float32", engine__block_tokens="24")
+    with pytest.raises(ConfigError, match=r"engine\.backend: 'compiled' computes bfloat16.* of 'smollm2' is float32; use auto"):
+        load(model__dtype="float32")
+    with pytest.raises(ConfigError, match=r"engine\.backend: .* of 'other' is float32"):
+        load(gateway__models='[{"path": "other", "dtype": "float32"}]')
+    with pytest.raises(ConfigError, match=r"engine\.block_tokens: 24 is not a multiple of 16"):
+        load(engine__block_tokens="24")
 
 
 def test_a_policy_and_its_numbers_come_from_any_source(tmp_path: Path) -> None:

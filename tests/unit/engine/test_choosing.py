@@ -16,11 +16,13 @@ from engine_runner import VOCAB, Runner, eager_logits, load_tiny, random_ids, sa
 from numpy.typing import NDArray
 from transformers import GPT2Config
 
+from moonpool.cluster.consistent import COMPILED_TILE
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
 from moonpool.engine import choosing
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.compiled.features import unfit
+from moonpool.engine.compiled.tiles import TILE_KEYS
 from moonpool.engine.fused_backend import FusedBackend
 from moonpool.engine.recipe import Recipe
 
@@ -38,6 +40,10 @@ def test_a_backend_that_cannot_serve_the_model_is_refused_with_the_reason(tiny_l
         load_tiny(gpt2, backend="compiled")
     with pytest.raises(ConfigError, match=r"engine.backend: 'compiled'.*model.dtype is float32, it computes bfloat16"):
         load_tiny(tiny_llama, backend="compiled")
+
+
+def test_the_configuration_knows_the_tile_of_the_compiled_backend() -> None:
+    assert COMPILED_TILE == TILE_KEYS
 
 
 def test_the_note_says_why_no_faster_backend_serves(tiny_llama: Path, gpt2: Path) -> None:
