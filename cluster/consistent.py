@@ -108,8 +108,8 @@ def _check_backend(config: Config) -> None:
     for model in config.models:
         if model.dtype != "bfloat16":
             raise ConfigError(
-                f"engine.backend: 'compiled' computes bfloat16, model.dtype of {model.served_name!r} is {model.dtype}; use auto, which "
-                "takes the fastest that can, or dtype bfloat16", param="engine.backend",
+                f"engine.backend: 'compiled' computes bfloat16, model.dtype of {model.served_name!r} is {model.dtype}; "
+                "use auto, which takes the fastest that can, or dtype bfloat16", param="engine.backend",
             )  # fmt: skip
     if config.engine.block_tokens % COMPILED_TILE:
         raise ConfigError(
