@@ -1,7 +1,7 @@
 """How the KV of an admitted sequence comes into its pages: hand-off, prefix load, or local compute.
 
-A hand-off is there while its prefill worker, this host's store node and its own landing are; each of them going ends it
-at once, so that the gateway starts the next attempt instead of waiting for a deadline.
+A hand-off that fails ends its attempt at once (``kvstore.handoffs``), so that the gateway starts the next one instead of
+waiting for a deadline.
 """
 
 from __future__ import annotations
@@ -9,30 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import grpc
 from structlog.contextvars import bound_contextvars
 
 from moonpool.core.config import Config
-from moonpool.core.errors import Busy, Failure, Reason
+from moonpool.core.errors import Busy, Failure
 from moonpool.core.handoff import FirstToken, PrefillJob
-from moonpool.core.ids import RequestId, Role
-from moonpool.core.landing import Landed
 from moonpool.core.lifetime import Instant
-from moonpool.core.membership import Liveness, Member, MemberChange, Peers
+from moonpool.core.membership import Member, Peers
 from moonpool.core.request import PromptLogprobs
 from moonpool.decode_worker.batcher import Admission
-from moonpool.decode_worker.copier import Copier
-from moonpool.decode_worker.handoff import Handoff, end_landing
 from moonpool.decode_worker.live import Live
 from moonpool.decode_worker.sequence import Sequence
 from moonpool.engine.engine import Engine
-from moonpool.kvstore.client import LandingFailure
-from moonpool.kvstore.link import StoreLink
-from moonpool.wire.channels import MAX_MESSAGE_BYTES, dial
+from moonpool.kvstore.handoffs.handoffs import Handoffs
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -68,27 +62,13 @@ class Filler:
     def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, owner: FillOwner) -> None:
         self._engine, self._member, self._owner = engine, member, owner
         self._reuse = config.engine.reuse
-        self._peers = peers
-        self.link = StoreLink(
-            member,
-            engine.layout,
-            peers,
-            config.timing,
-            on_landed=self._landed,
-            on_failed=self._landing_failed,
-            on_lost=self._store_lost,
-        )
+        self._handoffs = Handoffs(member, engine.layout, engine.kv_bytes, peers, config.timing)
+        self.link = self._handoffs.link
         self.prefix: PrefixSource | None = None
-        self._copier = Copier(engine.kv_bytes)
-        self._store_name = ""  # of this host's store node, once heard of
-        self._handoffs: dict[tuple[RequestId, int], Handoff] = {}  # until they joined or were released
-        self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._unsubscribe: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
-        self._unsubscribe = self._peers.subscribe(self._peer_changed)
-        await self.link.start()
+        await self._handoffs.start()
 
     @property
     def handoffs(self) -> int:
@@ -119,14 +99,10 @@ class Filler:
 
     async def close(self) -> None:
         """Every attempt has been ended before."""
-        self._unsubscribe()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._copier.close)
-        await self.link.close()
-        for channel in self._channels.values():
-            await channel.close()
+        await self._handoffs.close()
 
     # -- local prompts -----------------------------------------------------------------------------------------------
 
@@ -148,84 +124,22 @@ class Filler:
     # -- hand-offs ---------------------------------------------------------------------------------------------------
 
     def _hand_off(self, live: Live, matched: int) -> None:
-        client = self.link.client
-        if client is None:
+        if self.link.client is None:
             busy = Busy(f"{self._member.id} has no session with the store node of {self._member.node}", peer=self._member.id)
             self._owner.fill_failed(live, Failure.of(busy))
             self._owner.released(live)
             return
-        placement = live.placement
-        here = self._member.node
+        placement, here = live.placement, self._member.node
         job = PrefillJob(live.attempt, placement.segments, placement.decode, here, matched, placement.helpers)
-        handoff = Handoff(
-            job, placement.prefill, live.sequence, self._engine.layout.layers, client, self._copier, _Owner(live, self)
-        )
-        self._handoffs[live.sequence.name] = handoff
-        live.stop = handoff.cancel
-        if (silent := self._silence(handoff)) is not None:
-            handoff.fail(silent)
-            return
-        self._spawn(handoff.run(self._channel(placement.prefill.address)))
+        live.stop = partial(self._handoffs.cancel, live.sequence.name)
+        self._handoffs.begin(job, placement.prefill, live.sequence.pages, _Owner(live, self))
 
     def over(self, live: Live) -> None:
         """Joined or released: notices about it are of no interest any more."""
-        handoff = self._handoffs.pop(live.sequence.name, None)
+        handoff = self._handoffs.over(live.sequence.name)
         live.stop = None
         if handoff is not None and handoff.last_landed:
             live.life.stamp(Instant.LAST_LAYER_LANDED, handoff.last_landed)
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0)]
-            self._channels[address] = dial(address, options=options)
-        return self._channels[address]
-
-    def _landed(self, landed: Landed) -> None:
-        handoff = self._handoffs.get((landed.request, landed.attempt))
-        if handoff is not None:
-            handoff.landed(landed)
-
-    def _landing_failed(self, failure: LandingFailure) -> None:
-        handoff = self._handoffs.get((failure.request, failure.attempt))
-        if handoff is not None:
-            handoff.landing_through(failure.landing, failure.error)
-        elif self.link.client is not None:  # of an attempt that ended before it heard of its landing
-            self._spawn(end_landing(self.link.client, failure.landing))
-
-    def _store_lost(self) -> None:
-        """Named, so that the next attempts land elsewhere until it is back."""
-        words = f"the store node of {self._member.node} is gone, and its landings with it"
-        lost = Failure(Reason.PEER_SILENT, words, self._store_name)
-        for handoff in list(self._handoffs.values()):
-            handoff.fail(lost)
-
-    def _peer_changed(self, change: MemberChange) -> None:
-        if change.member.role is Role.STORE and change.member.node == self._member.node:
-            self._store_name = change.member.id
-        if change.member.role in (Role.PREFILL, Role.BOTH):
-            for handoff in list(self._handoffs.values()):
-                if (silent := self._silence(handoff)) is not None:
-                    handoff.fail(silent)
-            self._close_channels()
-
-    def _close_channels(self) -> None:
-        """To addresses where no prefill worker is any more: a restarted one has another."""
-        used = {handoff.prefill.address for handoff in self._handoffs.values()}
-        live = {member.address for role in (Role.PREFILL, Role.BOTH) for member in self._peers.live(role)}
-        for address in self._channels.keys() - used - live:
-            self._spawn(self._channels.pop(address).close())
-
-    def _silence(self, handoff: Handoff) -> Failure | None:
-        """Why the prefill worker of ``handoff`` will not finish it, where that is known."""
-        prefill = handoff.prefill
-        change = self._peers.get(prefill.id)
-        if change is None or change.member.incarnation < prefill.incarnation:
-            return None  # not heard of yet
-        if change.member.incarnation > prefill.incarnation:
-            return Failure(Reason.PEER_SILENT, f"{prefill.id} was restarted", prefill.id)
-        if change.liveness is not Liveness.LIVE:
-            return Failure(Reason.PEER_SILENT, f"{prefill.id} is {change.liveness}: {change.proof}", prefill.id)
-        return None
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -264,3 +178,5 @@ class _Owner:
     def release(self) -> None:
         self._filler.over(self._live)
         self._owner.released(self._live)
+
+    def copied(self, layer: int, blocks: SequenceOf[int]) -> None: ...

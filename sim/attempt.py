@@ -13,8 +13,8 @@ from moonpool.core.landing import Landing
 from moonpool.core.placement import Placement
 from moonpool.core.request import Attempt, Request, SamplingParams
 from moonpool.core.use import Use
-from moonpool.decode_worker.handoff_sink import HandoffSink
 from moonpool.decode_worker.sequence import Sequence
+from moonpool.kvstore.handoffs.sink import HandoffSink
 from moonpool.prefill_worker.chunk_planner import JobKey
 from moonpool.prefill_worker.handoff_source import HandoffSource
 from moonpool.sim.clock import Timer
@@ -87,6 +87,24 @@ class Try:
     paused: list[tuple[int, float]] = field(default_factory=list)  # (run, seconds) of later waits: preemptions
     preempted_at: float | None = None  # it waits for its next token since
     over: bool = False
+    before: Try | None = None  # of a group: what its worker asked of the one before
+    before_came: bool = False  # all of that is here
+    after: Try | None = None  # of a group: whose span begins where this one ends
+
+    @property
+    def begin(self) -> int:
+        """Of a group: the first token of its span."""
+        return self.before.tokens if self.before is not None else 0
+
+    @property
+    def found(self) -> int:
+        """Tokens that nobody had to compute."""
+        return self.cached if self.before is None else self.before.found
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of prefill, of all its workers."""
+        return self.prefill_s + (self.before.spent_s if self.before is not None else 0.0)
 
     @property
     def key(self) -> JobKey:

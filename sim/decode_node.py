@@ -8,7 +8,9 @@ from moonpool.core.handoff import Drained, FirstToken
 from moonpool.core.landing import Landed, Landing, LandingSlot, SlotRef
 from moonpool.core.membership import LiveAttempt, Member, PrefillTiming, WorkerReport
 from moonpool.decode_worker.batcher import Admission
-from moonpool.decode_worker.handoff_sink import (
+from moonpool.engine.pages import PagePool
+from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.handoffs.sink import (
     Action,
     CancelPrefill,
     Copy,
@@ -20,8 +22,6 @@ from moonpool.decode_worker.handoff_sink import (
     ReleasePages,
     StopCopies,
 )
-from moonpool.engine.pages import PagePool
-from moonpool.kvstore.claims import LandingAsk, Life
 from moonpool.prefill_worker.chunk_planner import JobKey
 from moonpool.sim.attempt import TOKEN, Try, answer_keys
 from moonpool.sim.cluster import Group

@@ -15,10 +15,10 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landed, Landing, LandingSlot, SlotRef
 from moonpool.core.membership import PrefillTiming
 from moonpool.core.request import Attempt, Request, Sampled, SamplingParams
-from moonpool.decode_worker import handoff_sink as sink
 from moonpool.decode_worker.batcher import Batcher, Limits, Step
 from moonpool.decode_worker.sequence import Sequence
 from moonpool.engine.pages import PagePool
+from moonpool.kvstore.handoffs import sink
 from moonpool.prefill_worker import handoff_source as source
 
 BLOCK = 16

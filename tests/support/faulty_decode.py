@@ -9,9 +9,9 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.errors import Failure, Reason
 from moonpool.core.landing import Landed, Landing, LandingSlot
 from moonpool.core.request import Attempt, Emission, FinishReason, Sampled
-from moonpool.decode_worker import handoff_sink as sinks
 from moonpool.engine.pages import OutOfPages
 from moonpool.kvstore.claims import Reserved
+from moonpool.kvstore.handoffs import sink as sinks
 from moonpool.kvstore.landings import tail_key
 from support.faulty_prefill import PrefillWorker
 from support.faulty_store import BAD, USE, Name, Place, StoreNode, Worker

@@ -13,9 +13,9 @@ from moonpool.core.ids import Incarnation
 from moonpool.core.landing import Landing
 from moonpool.core.membership import PrefillTiming
 from moonpool.core.request import Attempt, Sampled
-from moonpool.decode_worker import handoff_sink as sinks
 from moonpool.engine.pages import OutOfPages
 from moonpool.kvstore.claims import LandingAsk, Life
+from moonpool.kvstore.handoffs import sink as sinks
 from moonpool.kvstore.landings import tail_key
 from moonpool.prefill_worker import handoff_source as sources
 from support.faulty_store import PATIENCE, PUSHES, Name, StoreNode, Worker, Write

@@ -309,7 +309,7 @@ async def test_after_a_prefill_worker_is_gone_its_channel_is_closed_and_its_land
         assert split.stores["a"].numbers()["landings_open"] == 1
         split.crowd.tell(MemberChange(split.prefill_members[0], Liveness.SILENT, "frozen"))
         async with asyncio.timeout(2.0):
-            while split.decode._filler._channels:  # noqa: ASYNC110
+            while split.decode._filler._handoffs._channels:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         go.set()
         await split.idle()

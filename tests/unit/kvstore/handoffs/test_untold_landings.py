@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landing, LandingSlot, SlotRef
 from moonpool.core.placement import WorkerRef
 from moonpool.core.request import Attempt, PromptLogprobs, Request, SamplingParams
-from moonpool.decode_worker.handoff import Handoff
+from moonpool.kvstore.handoffs.handoff import Handoff
 from moonpool.wire import pb
 
 PREFILL = WorkerRef(MemberId("prefill-0"), Incarnation(1), NodeId("a"), "")
@@ -53,17 +53,14 @@ class Owner:
     def release(self) -> None:
         self.released += 1
 
-
-class Pages:
-    name = ("r", 1)
-    pages = (0,)
+    def copied(self, layer: int, blocks: Sequence[int]) -> None: ...
 
 
 def handoff() -> tuple[Handoff, Client, Owner]:
     client, owner = Client(), Owner()
     attempt = Attempt(Request(RequestId("r"), (1,), SamplingParams(4), bytes(16), ()), 1)
     job = PrefillJob(attempt, (), PREFILL, NodeId("b"))
-    parts: tuple[Any, ...] = Pages(), 1, client, Copies()
+    parts: tuple[Any, ...] = [0], 1, client, Copies()
     return Handoff(job, PREFILL, *parts, owner), client, owner
 
 

@@ -14,7 +14,7 @@ from moonpool.core.ids import Incarnation, MemberId, NodeId, RequestId
 from moonpool.core.landing import Landed, Landing, LandingSlot, SlotRef
 from moonpool.core.membership import PrefillTiming
 from moonpool.core.request import Sampled
-from moonpool.decode_worker.handoff_sink import (
+from moonpool.kvstore.handoffs.sink import (
     Action,
     CancelPrefill,
     Copy,

@@ -1,4 +1,4 @@
-"""One hand-off at the decode worker: the prefill worker's call, the landing's slices and the copies, around the sink."""
+"""One hand-off at its reader: the prefill worker's call, the landing's slices and the copies, around the sink."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -16,8 +16,9 @@ from moonpool.core.handoff import Begun, Drained, FirstToken, PrefillJob
 from moonpool.core.landing import Landed, LandingSlot
 from moonpool.core.placement import WorkerRef
 from moonpool.core.request import PromptLogprobs
-from moonpool.decode_worker.copier import BadCopy, Copier
-from moonpool.decode_worker.handoff_sink import (
+from moonpool.kvstore.client import WorkerStore
+from moonpool.kvstore.handoffs.copier import BadCopy, Copier
+from moonpool.kvstore.handoffs.sink import (
     Action,
     CancelPrefill,
     Copy,
@@ -29,8 +30,6 @@ from moonpool.decode_worker.handoff_sink import (
     ReleasePages,
     StopCopies,
 )
-from moonpool.decode_worker.sequence import Sequence
-from moonpool.kvstore.client import WorkerStore
 from moonpool.wire import pb
 from moonpool.wire.convert import from_wire, to_wire
 from moonpool.wire.status import error_of
@@ -39,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """What the worker does for a hand-off."""
+    """What the reader does for a hand-off."""
 
     def first_token_ends(self, first: FirstToken) -> bool: ...
 
@@ -53,6 +52,9 @@ class Owner(Protocol):
 
     def release(self) -> None: ...
 
+    def copied(self, layer: int, blocks: Sequence[int]) -> None:
+        """These slices are in their pages, verified there."""
+
 
 class Handoff:
     """Event-loop only. Ends by ``join`` or ``release`` of its owner, whatever happens; ``run`` then goes on to ``Drained``."""
@@ -61,7 +63,7 @@ class Handoff:
         self,
         job: PrefillJob,
         prefill: WorkerRef,
-        sequence: Sequence,
+        pages: Sequence[int],
         layers: int,
         client: WorkerStore,
         copier: Copier,
@@ -73,10 +75,11 @@ class Handoff:
         self.drained: Drained | None = None
         self.last_landed = 0.0  # when the last of all its slices was told of
         self._job = job
-        self._sequence = sequence
+        self.name = (attempt.request.id, attempt.number)
+        self._pages = pages
         self._copier = copier
         self._owner = owner
-        missing = range(job.have_blocks, len(sequence.pages))
+        missing = range(job.have_blocks, len(pages))
         self._sink = HandoffSink(attempt.request.id, attempt.number, layers, missing)
         self._stop_copies = threading.Event()
         self._call: grpc.aio.UnaryStreamCall | None = None
@@ -103,7 +106,7 @@ class Handoff:
             self.fail(Failure.of(e))
             self._call.cancel()
         except Exception as e:
-            log.exception("events of %s attempt %d cannot be read", *self._sequence.name)
+            log.exception("events of %s attempt %d cannot be read", *self.name)
             why = f"{self.prefill.id} sent what cannot be read ({type(e).__name__})"
             self.fail(Failure(Reason.PEER_SILENT, why, self.prefill.id))
             self._call.cancel()
@@ -162,7 +165,7 @@ class Handoff:
         try:
             actions = fact()
         except Bug as e:  # whatever is ambiguous is cleaned: the attempt ends, its pages go when the copies have ended
-            log.exception("hand-off of %s attempt %d", *self._sequence.name)
+            log.exception("hand-off of %s attempt %d", *self.name)
             actions = self._sink.failed(Failure.of(e))
         if not self.last_landed and self._sink.all_landed:
             self.last_landed = time.monotonic()
@@ -194,12 +197,14 @@ class Handoff:
                 self._owner.release()
 
     def _copy(self, layer: int, slots: tuple[LandingSlot, ...]) -> None:
-        work = [(slot, self._sequence.pages[slot.block]) for slot in slots]
+        work = [(slot, self._pages[slot.block]) for slot in slots]
         blocks = [slot.block for slot in slots]
 
         def done(bad: BadCopy | None) -> None:
             if bad is not None:
                 self._bad_copy(layer, bad)
+            elif not self._stop_copies.is_set():
+                self._owner.copied(layer, blocks)
             self._tell(lambda: self._sink.copied(layer, blocks))
 
         self._copier.copy(self.client, layer, work, self._stop_copies, done)
