@@ -16,6 +16,7 @@ def fetch(
     path: Annotated[str, typer.Argument(metavar="MODEL", help="Bundled name, Hugging Face id or directory.")] = "smollm2",
 ) -> None:
     """Fetch MODEL into the user's cache (if it is not there) and print its directory."""
-    from moonpool.engine.models import default_cache, resolve_model
+    from moonpool.engine.checkpoint import default_cache
+    from moonpool.engine.models import resolve_model
 
     print(resolve_model(path, default_cache(), say))

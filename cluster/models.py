@@ -7,10 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import KVLayout
+
+if TYPE_CHECKING:
+    from moonpool.engine.shape import Shape
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what Ray gives to the entry of a job
 
@@ -52,13 +56,19 @@ def with_models_fetched(config: Config, progress: Callable[[str], None]) -> Conf
 
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     """What every engine that loads ``model_dir`` will have, without loading it."""
+    from moonpool.engine.checkpoint import default_cache, model_fingerprint
+    from moonpool.engine.shape import shape_in_file
+
+    shape = shape_in_file(model_dir) or _shape_by_library(model_dir)
+    fingerprint = model_fingerprint(model_dir, default_cache())
+    return shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
+
+
+def _shape_by_library(model_dir: Path) -> Shape:
     from moonpool.engine.loading import read_config
-    from moonpool.engine.models import default_cache, model_fingerprint
     from moonpool.engine.support import check_config
 
-    shape = check_config(read_config(model_dir))
-    fingerprint = model_fingerprint(model_dir, default_cache())
-    return KVLayout(fingerprint, shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
+    return check_config(read_config(model_dir))
 
 
 def _outside_of_job() -> dict[str, str]:

@@ -22,7 +22,8 @@ def slice_digest(layout: KVLayout, data: NDArray[np.uint8], key: bytes, layer: i
     seed = slice_seed(key, layer)
     pieces = layout.pieces(valid)
     if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(data[: layout.slice_bytes].data, seed)
+        ((offset, length),) = pieces
+        return xxhash.xxh3_64_intdigest(data[offset : offset + length].data, seed)
     mix = xxhash.xxh3_64(seed=seed)
     for offset, length in pieces:
         mix.update(data[offset : offset + length].data)

@@ -1,8 +1,10 @@
 """KV layout: the one byte order of a block in device pages, pool slots, and on the wire.
 
-A block is ``[layer][k|v][kv_head][token][head_dim]``; so a block is contiguous, each *layer slice* is contiguous, and
-for each (k|v, head) the first ``valid`` tokens of a slice are contiguous: a slice with ``valid`` tokens is
-``2 * kv_heads`` pieces of ``valid * head_dim`` elements, or one piece when the block is full.
+A block of kind ``kv`` is ``[layer][k|v][kv_head][token][head_dim]``. One of kind ``mla`` (multi-head latent attention,
+DeepSeek-V2) is ``[layer][token][head_dim]``: for all heads one row per token, the normed latent and then the rotated key.
+Either way a block is ``[layer][plane][token][head_dim]``. So a block is contiguous, each *layer slice* is contiguous, and
+for each plane the first ``valid`` tokens of a slice are contiguous: a slice with ``valid`` tokens is ``planes`` pieces of
+``valid * head_dim`` elements, or one piece when the block is full.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from functools import cached_property
 from moonpool.core.errors import ConfigError, InvalidRequest, LayoutMismatch
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+KV, MLA = "kv", "mla"  # kinds
 RAW = "raw"
 CODED_ITEM_BYTES = {"fp8": 1, "int8": 1}  # of copies that a codec wrote, whatever the dtype that they decode to
-SCALE_BYTES = 4  # one scale for each (k|v, head), before the elements of a coded slice
+SCALE_BYTES = 4  # one scale for each plane, before the elements of a coded slice
 DIGEST_BYTES = 8
 SLOT_ALIGN = 4096  # direct I/O and huge pages want it; a slot never straddles two regions
 
@@ -32,6 +35,7 @@ class KVLayout:
     order: str = "canonical"
     digest: str = "xxh3_64"
     codec: str = RAW  # else: a smaller copy of such blocks, see kvstore.codecs; it has whole blocks only
+    kind: str = KV  # of ``mla``: ``head_dim`` is the width of a token's row, and there is one head
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= 512:
@@ -40,16 +44,27 @@ class KVLayout:
             raise ConfigError(f"dtype: {self.dtype!r} is unknown; use one of {sorted(ITEM_BYTES)}", param="dtype")
         if self.codec != RAW and self.codec not in CODED_ITEM_BYTES:
             raise ConfigError(f"codec: {self.codec!r} is unknown; use one of {[RAW, *CODED_ITEM_BYTES]}", param="codec")
+        if self.kind not in (KV, MLA):
+            raise ConfigError(f"kind: {self.kind!r} is unknown; use {KV} or {MLA}", param="kind")
+        if self.kind == MLA and self.kv_heads != 1:
+            raise ConfigError(
+                f"kv_heads: {self.kv_heads} of kind {MLA}, which has one row for all heads; use 1", param="kv_heads"
+            )
+
+    @cached_property
+    def planes(self) -> int:
+        """Of a layer slice: K of each head, then V of each head; or the one plane of latents."""
+        return 2 * self.kv_heads if self.kind == KV else 1
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of one token of one head's K (or V)."""
+        """Bytes of one token in one plane."""
         return self.head_dim * CODED_ITEM_BYTES.get(self.codec, ITEM_BYTES[self.dtype])
 
     @cached_property
     def slice_bytes(self) -> int:
-        scales = 0 if self.codec == RAW else 2 * self.kv_heads * SCALE_BYTES
-        return scales + 2 * self.kv_heads * self.block_tokens * self.row_bytes
+        scales = 0 if self.codec == RAW else self.planes * SCALE_BYTES
+        return scales + self.planes * self.block_tokens * self.row_bytes
 
     @cached_property
     def block_bytes(self) -> int:
@@ -57,7 +72,7 @@ class KVLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.row_bytes
+        return self.layers * self.planes * self.row_bytes
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -74,11 +89,13 @@ class KVLayout:
                 f"valid: {valid} tokens of a block that {self.codec} wrote; it has whole blocks only", param="valid"
             )
         stride = self.block_tokens * self.row_bytes
-        return [(i * stride, valid * self.row_bytes) for i in range(2 * self.kv_heads)]
+        return [(i * stride, valid * self.row_bytes) for i in range(self.planes)]
 
     @cached_property
     def fingerprint(self) -> str:
-        text = ";".join(f"{k}={v}" for k, v in sorted(asdict(self).items()))
+        """Of kind ``kv`` as it was before there was another, so that blocks of that time are found."""
+        fields = {name: value for name, value in asdict(self).items() if name != "kind" or value != KV}
+        text = ";".join(f"{k}={v}" for k, v in sorted(fields.items()))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def require_same(self, other: KVLayout, who: str) -> None:

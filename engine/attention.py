@@ -23,6 +23,9 @@ class Step(Protocol):
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         """[tokens, heads, head_dim] in the dtype of the query."""
 
+    def attend_latent(self, layer: int, call: LatentCall) -> torch.Tensor:
+        """[tokens, heads, kv_lora_rank] in the dtype of the query. Pages are of kind ``mla``."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -36,6 +39,20 @@ class AttentionCall:
     softcap: float | None
     causal: bool
     extra: tuple[str, ...]  # names of further keyword arguments the library gave a value
+
+
+@dataclass(frozen=True, slots=True)
+class LatentCall:
+    """What one layer of multi-head latent attention asks for, in absorbed form (DeepSeek-V2, 2024, section 2.1.2): all heads
+    attend to the one row that each token has in the pages, its latent c and then its rotated key r. Head h of query i gives
+    key j <= i the score ``scaling * (query_latent[h, i] . c[j] + query_rope[h, i] . r[j])``; the result is the mean of c
+    weighted by their softmax.
+    """
+
+    query_latent: torch.Tensor  # [heads, tokens, kv_lora_rank]: the query times the part of kv_b_proj that makes its keys
+    query_rope: torch.Tensor  # [heads, tokens, qk_rope_head_dim], rotary applied
+    latent: torch.Tensor  # [tokens, kv_lora_rank + qk_rope_head_dim]: the rows of these tokens, to be written into pages
+    scaling: float
 
 
 # Keyword arguments of the library's layers that ask nothing of attention itself: positions are in the rotary embedding

@@ -14,6 +14,7 @@ import torch
 
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
+from moonpool.core.layout import MLA
 from moonpool.engine.backends import Backend
 from moonpool.engine.families import known, recipe_of
 from moonpool.engine.fused_backend import FusedBackend
@@ -51,12 +52,12 @@ def choose(
     if asked == "torch":
         return plain
     if not known(model):
-        return _without_recipe(config, model, plain)
+        return _without_recipe(config, model, plain, memory.layout.kind)
     trial = Trial(memory, facts)
     want = trial.answers(plain.backend)
     recipe = recipe_of(model, facts.max_context)
     if recipe is None:
-        return _without_recipe(config, model, plain)
+        return _without_recipe(config, model, plain, memory.layout.kind)
     plain.backend.close()
     chosen = _fastest(config, recipe, memory, threads, own_threads)
     apart, limit = difference(trial.answers(chosen.backend), want), LIMITS[memory.layout.dtype]
@@ -99,8 +100,11 @@ def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) 
     return Chosen(CompiledBackend(recipe, memory.layout, memory.tensor, threads=threads, step_tokens=usual), 1)
 
 
-def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen) -> Chosen:
-    what = f"{type(model).__name__} is of no family that compiled and fused know, or differs from it (docs/engine.md)"
+def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen, kind: str) -> Chosen:
+    if kind == MLA:
+        what = f"{type(model).__name__} keeps latents (multi-head latent attention), which compiled and fused do not compute"
+    else:
+        what = f"{type(model).__name__} is of no family that compiled and fused know, or differs from it (docs/engine.md)"
     if config.engine.backend != "auto":
         raise _cannot(config.engine.backend, what)
     return Chosen(plain.backend, plain.torch_threads, f"neither compiled nor fused: {what}")

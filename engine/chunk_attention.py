@@ -57,7 +57,9 @@ class ChunkRow:
     _scratch: list[torch.Tensor] = field(default_factory=list)  # scores and weights, flat: fresh memory costs page faults
 
     def attend(self, layer: int, call: AttentionCall, out: torch.Tensor) -> None:
-        """Fills this row's tokens of ``out``, [tokens, heads, head_dim], in the dtype of the query."""
+        """Fills this row's tokens of ``out``, [tokens, heads, head_dim], in the dtype of the query.
+
+        Where ``out`` is narrower than the query, values are the first columns of what pages hold (latents)."""
         groups = self._groups.get(call.window)
         if groups is None:
             groups = self._groups[call.window] = self._plan(call)
@@ -115,21 +117,21 @@ class ChunkRow:
     def _attend_at_once(self, layer: int, call: AttentionCall, group: _Group, out: torch.Tensor) -> None:
         keys, values = self.pages.gather(group.index, layer)
         for seen in self._blocks(call, group):
-            key, value = _cut(keys, values, group, seen)
+            key, value = _cut(keys, values[..., : out.shape[2]], group, seen)
             scores = self._scores(call, seen, key)
             weights = self._scratch[1][: scores.numel()].view(scores.shape)
             torch.softmax(scores, dim=2, out=weights)
             self._put(out, seen, torch.bmm(weights, value))
 
     def _merge(self, layer: int, call: AttentionCall, groups: Sequence[_Group], out: torch.Tensor) -> None:
-        kv_heads, dim = self.pages.layout.kv_heads, call.query.shape[2]
+        kv_heads, dim = self.pages.layout.kv_heads, out.shape[2]
         sums: dict[int, _Sums] = {}  # by a block's first query
         for group in groups:
             keys, values = self.pages.gather(group.index, layer)
             for seen in self._blocks(call, group):
                 rows = call.query.shape[0] // kv_heads * (seen.last - seen.first)
                 sums.setdefault(seen.first, _Sums(kv_heads, rows, dim))
-                key, value = _cut(keys, values, group, seen)
+                key, value = _cut(keys, values[..., :dim], group, seen)
                 sums[seen.first].add(self._scores(call, seen, key).float(), value)
                 if seen.high == seen.last:  # the last of its keys
                     self._put(out, seen, sums.pop(seen.first).result(out.dtype))

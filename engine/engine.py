@@ -14,13 +14,12 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.config import Config
 from moonpool.core.errors import Bug
 from moonpool.core.hits import hit_quantum
-from moonpool.core.layout import KVLayout
 from moonpool.engine import attention
 from moonpool.engine.backends import Hook, Span
+from moonpool.engine.checkpoint import default_cache, model_fingerprint
 from moonpool.engine.choosing import Chosen, choose
 from moonpool.engine.guides import Guides
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
-from moonpool.engine.models import default_cache, model_fingerprint
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
@@ -189,7 +188,7 @@ def load_engine(
     torch.set_num_threads(1)
     model, facts = load_model(config, model_dir)
     fingerprint = model_fingerprint(model_dir, cache or default_cache())
-    layout = KVLayout(fingerprint, facts.layers, facts.kv_heads, facts.head_dim, config.model.dtype, config.engine.block_tokens)
+    layout = facts.shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
     memory = PageTensor(layout, budget.pages)
     return Engine(
         choose(config, model_dir, model, facts, memory, threads, own_threads or threads),

@@ -17,10 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
-from moonpool.core.layout import ITEM_BYTES, KVLayout
+from moonpool.core.layout import ITEM_BYTES, MLA
 from moonpool.core.parsing import read_json
 from moonpool.engine import attention
-from moonpool.engine.support import Probe, Shape, check_calls, check_config, check_rope, refuse
+from moonpool.engine.checkpoint import weight_files
+from moonpool.engine.latent_attention import page_latents
+from moonpool.engine.refusals import refuse
+from moonpool.engine.shape import Shape
+from moonpool.engine.support import Probe, check_calls, check_config, check_rope
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +35,7 @@ _MAX_HEADER = 100 << 20  # safetensors' own bound
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    layers: int
-    kv_heads: int
-    head_dim: int
+    shape: Shape
     vocab_size: int
     max_context: int
     eos_ids: frozenset[int]
@@ -83,7 +85,7 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     model_config = read_config(model_dir)
     shape = check_config(model_config)
     item = ITEM_BYTES[config.model.dtype]
-    layout = KVLayout("", shape.layers, shape.kv_heads, shape.head_dim, config.model.dtype, config.engine.block_tokens)
+    layout = shape.layout("", config.model.dtype, config.engine.block_tokens)
     count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // layout.block_bytes
     elements = sum(_elements(file) for file in weight_files(model_dir))
     return MemoryBudget(elements * item, count, layout.block_bytes, _available())
@@ -138,29 +140,6 @@ def context_of(config: Config, model_config: PreTrainedConfig) -> int:
     return asked or longest
 
 
-def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of the checkpoint; ConfigError naming the first that is missing."""
-    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        other = sorted(p.name for p in model_dir.glob("*.bin")) or sorted(p.name for p in model_dir.glob("*.gguf"))
-        found = f"only {other[0]}, which is not read" if other else "neither"
-        raise ConfigError(
-            f"model.path: {model_dir} needs model.safetensors or model.safetensors.index.json and has {found}",
-            param="model.path",
-        )
-    try:
-        names = sorted(set(read_json(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise ConfigError(f"model.path: {index} is not a safetensors index; fetch it again", param="model.path") from e
-    files = [model_dir / str(name) for name in names]
-    for file in files:
-        if file.parent != model_dir or not file.is_file():
-            raise ConfigError(f"model.path: {file} is named by {index.name} but missing; fetch it again", param="model.path")
-    return files
-
-
 def _elements(file: Path) -> int:
     """Numbers stored in a safetensors file, from its header."""
     try:
@@ -208,9 +187,11 @@ def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelF
         raise refuse(f"{model_dir} does not load as {model_config.model_type!r}: {e}") from e
     _check_weights(report, model_dir)
     model.eval()
+    if shape.kind == MLA:
+        page_latents(model)
     _probe(model, model_config, shape)
     vocab = int(model.get_output_embeddings().weight.shape[0])
-    return model, ModelFacts(shape.layers, shape.kv_heads, shape.head_dim, vocab, max_context, _eos_ids(model))
+    return model, ModelFacts(shape, vocab, max_context, _eos_ids(model))
 
 
 def _check_weights(report: dict[str, object], model_dir: Path) -> None:

@@ -1,11 +1,8 @@
-"""From the name of a model to a Hugging Face directory on disk, and what tells two models apart."""
+"""From the name of a model to a Hugging Face directory on disk."""
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
-import os
 import re
 import shutil
 import tempfile
@@ -14,19 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from moonpool.core.errors import ConfigError
-from moonpool.core.parsing import read_json
 from moonpool.engine.bundled import BUNDLED, fetch_bundled
-from moonpool.engine.loading import weight_files
 
 Progress = Callable[[str], None]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt"]
-_READ_BYTES = 8 << 20
-
-
-def default_cache() -> Path:
-    return Path.home() / ".cache/moonpool/models"
 
 
 def resolve_model(path: str, cache: Path, progress: Progress) -> Path:
@@ -97,41 +87,3 @@ def _from_hub(repo: str, progress: Progress) -> Path:
             f"or a bundled model ({', '.join(sorted(BUNDLED))})",
             param="model.path",
         ) from e
-
-
-def model_fingerprint(model_dir: Path, cache: Path) -> str:
-    """32 hex digits: BLAKE2b over config.json and the weight files, remembered in ``cache`` by path, size and mtime."""
-    files = [model_dir / "config.json", *weight_files(model_dir)]
-    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
-    place = hashlib.blake2b(str(model_dir.resolve()).encode(), digest_size=16).hexdigest()
-    note = cache / "fingerprints" / f"{place}.json"
-    known = _read_note(note)
-    if known is not None and known[0] == [list(stat) for stat in stats]:
-        return known[1]
-    mix = hashlib.blake2b(digest_size=16)
-    for file, (name, size, _) in zip(files, stats, strict=True):
-        mix.update(f"{name}\0{size}\0".encode())
-        with file.open("rb") as f:
-            while block := f.read(_READ_BYTES):
-                mix.update(block)
-    _write_note(note, stats, mix.hexdigest())
-    return mix.hexdigest()
-
-
-def _read_note(note: Path) -> tuple[list[list[object]], str] | None:
-    try:
-        raw = read_json(note.read_bytes())
-        return list(raw["files"]), str(raw["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write_note(note: Path, stats: list[tuple[str, int, int]], fingerprint: str) -> None:
-    """Best effort: without it the next start hashes again."""
-    fresh = note.with_name(f".{note.name}.{os.getpid()}")
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps({"files": stats, "fingerprint": fingerprint}))
-        fresh.replace(note)
-    except OSError:
-        fresh.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moonpool.core.layout import KV
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
@@ -18,7 +19,8 @@ class ModuleBackend:
     name = "torch"
 
     def __init__(self, model: torch.nn.Module, memory: PageTensor, make_step: MakeStep = TorchStep) -> None:
-        compiled_attention(memory.layout.dtype)  # takes seconds the first time on a machine: not in somebody's first token
+        if memory.layout.kind == KV:
+            compiled_attention(memory.layout.dtype)  # takes seconds the first time on a machine: not in somebody's first token
         self._model = model
         self._memory = memory
         self._make_step = make_step

@@ -13,8 +13,11 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from moonpool.core.errors import UnsupportedModel
-from moonpool.engine.attention import AttentionCall
+from moonpool.core.layout import MLA
+from moonpool.engine.attention import AttentionCall, LatentCall
+from moonpool.engine.latent_support import is_latent, latent_width
+from moonpool.engine.refusals import one_number, refuse
+from moonpool.engine.shape import Shape
 
 # Rotary kinds whose angles depend on the position alone. The others switch with the length of the sequence, so that
 # K/V of a prefix would depend on what follows it.
@@ -23,30 +26,14 @@ LENGTH_ROPE = frozenset({"dynamic", "longrope"})
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
-def refuse(what: str, fix: str = "use another model") -> UnsupportedModel:
-    return UnsupportedModel(f"model.path: {what}; {fix}", param="model.path")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the configuration file promises about K/V."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 def check_config(config: PreTrainedConfig) -> Shape:
-    """UnsupportedModel unless ``config`` is of a decoder-only causal language model with plain paged K/V."""
+    """UnsupportedModel unless ``config`` is of a decoder-only causal language model whose K/V this engine pages."""
     kind = config.model_type
     named = list(getattr(config, "architectures", None) or [])
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     accepted = (causal,) if isinstance(causal, str) else tuple(causal or ())
     if config.is_encoder_decoder or not accepted or (named and named[0] not in accepted):
         raise refuse(f"architecture {(named or [kind])[0]!r} is not a decoder-only causal language model")
-    if getattr(config, "kv_lora_rank", None) is not None or getattr(config, "q_lora_rank", None) is not None:
-        raise refuse(f"{kind!r} uses multi-head latent attention (kv_lora_rank), whose KV this engine does not page")
     if getattr(config, "quantization_config", None) is not None:
         raise refuse("the checkpoint is quantized (quantization_config)", "use its unquantized version")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
@@ -60,24 +47,15 @@ def check_config(config: PreTrainedConfig) -> Shape:
 
 
 def _shape(config: PreTrainedConfig) -> Shape:
-    layers = _one_number(config, "num_hidden_layers")
-    heads = _one_number(config, "num_attention_heads")
-    kv_heads = _one_number(config, "num_key_value_heads", heads)
-    head_dim = _one_number(config, "head_dim", config.hidden_size // heads)
+    layers = one_number(config, "num_hidden_layers")
+    heads = one_number(config, "num_attention_heads")
+    if is_latent(config):
+        return Shape(layers, heads, 1, latent_width(config), MLA)
+    kv_heads = one_number(config, "num_key_value_heads", heads)
+    head_dim = one_number(config, "head_dim", config.hidden_size // heads)
     if heads % kv_heads:
         raise refuse(f"config.json: {heads} attention heads are not a multiple of {kv_heads} K/V heads")
     return Shape(layers, heads, kv_heads, head_dim)
-
-
-def _one_number(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
-    try:
-        value = getattr(config, name, None)
-    except (ValueError, RuntimeError) as e:  # the library's word for a value that differs between layers
-        raise refuse(f"config.json: {name} differs between layers, one number for all is needed") from e
-    value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise refuse(f"config.json: {name} is {value!r}, one positive number for all layers is needed")
-    return value
 
 
 def check_rope(config: PreTrainedConfig, max_context: int) -> None:
@@ -102,18 +80,26 @@ class Probe:
     """A step that attends to nothing and records what each layer asked for."""
 
     calls: list[tuple[int, AttentionCall]] = field(default_factory=list)
+    latent_calls: list[tuple[int, LatentCall]] = field(default_factory=list)
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         self.calls.append((layer, call))
         return call.query.transpose(0, 1).clone()
 
+    def attend_latent(self, layer: int, call: LatentCall) -> torch.Tensor:
+        self.latent_calls.append((layer, call))
+        return call.query_latent.transpose(0, 1).clone()
+
 
 def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
     """UnsupportedModel unless every layer asked once, in order, for attention that the backends implement."""
     kind = config.model_type
-    layers = [layer for layer, _ in probe.calls]
+    layers = [layer for layer, _ in (*probe.calls, *probe.latent_calls)]
     if layers != list(range(shape.layers)):
         raise refuse(f"{kind!r} calls its attention function for layers {layers}, each of {shape.layers} once is needed")
+    if shape.kind == MLA:
+        _check_latent_calls(probe, kind, shape)
+        return
     kinds = getattr(config, "layer_types", None) or [None] * shape.layers
     windows = [call.window for _, call in probe.calls]
     for (layer, call), layer_kind in zip(probe.calls, kinds, strict=True):
@@ -138,3 +124,16 @@ def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
             raise refuse(f"layer {layer} of {kind!r} is a sliding window layer but does not say its window")
     if getattr(config, "sliding_window", None) and kinds[0] is None and not any(windows):
         raise refuse(f"{kind!r} has sliding_window {config.sliding_window} but no layer uses it")
+
+
+def _check_latent_calls(probe: Probe, kind: str, shape: Shape) -> None:
+    for layer, call in probe.latent_calls:
+        heads, _, rank = call.query_latent.shape
+        width = rank + call.query_rope.shape[2]
+        if (heads, width, call.latent.shape[1]) != (shape.heads, shape.head_dim, shape.head_dim):
+            raise refuse(
+                f"layer {layer} of {kind!r} has {heads} heads over latent rows of {width}, {shape.heads} heads over rows of "
+                f"{shape.head_dim} in every layer are needed"
+            )
+    if len(probe.latent_calls) != shape.layers:
+        raise refuse(f"{kind!r} has layers without latent attention")

@@ -35,7 +35,7 @@ def trailer_of(layout: KVLayout, region: Bytes, offset: int) -> NDArray[np.uint6
 def zero_rest(layout: KVLayout, data: Bytes, valid: int) -> None:
     """Zero the tokens of a [slice_bytes] slice from ``valid`` on."""
     if valid < layout.block_tokens:
-        data.reshape(2 * layout.kv_heads, layout.block_tokens * layout.row_bytes)[:, valid * layout.row_bytes :] = 0
+        data.reshape(layout.planes, layout.block_tokens * layout.row_bytes)[:, valid * layout.row_bytes :] = 0
 
 
 def is_right(layout: KVLayout, region: Bytes, offset: int, layer: int, key: bytes, valid: int, digest: int) -> bool:

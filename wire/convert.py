@@ -1,7 +1,8 @@
 """Dataclasses of ``core`` to protobuf messages and back, by field name.
 
 A message mirrors its dataclass, so one walk over the dataclass's fields serves all of them. Rules: an absent message,
-an absent ``optional`` scalar and an empty string are None where the dataclass allows None; tuples are repeated fields.
+an absent ``optional`` scalar and an empty string are None where the dataclass allows None; an absent ``optional`` scalar is
+the dataclass's default where it has another one; tuples are repeated fields.
 Values are checked on the way in (enums by name, ids by type), so a malformed message is an InvalidRequest.
 """
 
@@ -28,6 +29,7 @@ class _Field:
     many: bool
     optional: bool
     mapping: bool
+    defaulted: bool  # a scalar that may be left out
 
 
 def _plain(hint: Any) -> Any:
@@ -58,7 +60,10 @@ def _read_fields(cls: type) -> tuple[_Field, ...]:
             hint, many = hint.__args__[0], True
         elif typing.get_origin(hint) is dict:
             hint, mapping = dict, True
-        out.append(_Field(f.name, _plain(hint), many, optional, mapping))
+        kind = _plain(hint)
+        scalar = not (many or optional or mapping or dataclasses.is_dataclass(kind))
+        defaulted = scalar and f.default is not dataclasses.MISSING
+        out.append(_Field(f.name, kind, many, optional, mapping, defaulted))
     return tuple(out)
 
 
@@ -92,6 +97,10 @@ def _present(message: Message, f: _Field) -> bool:
     return bool(getattr(message, f.name))
 
 
+def _is_absent(message: Message, f: _Field) -> bool:
+    return message.DESCRIPTOR.fields_by_name[f.name].has_presence and not message.HasField(f.name)
+
+
 def from_wire(message: Message, cls: type[T]) -> T:
     """The dataclass ``cls`` read from its mirroring ``message``. InvalidRequest names the field that does not fit."""
     values: dict[str, Any] = {}
@@ -100,6 +109,8 @@ def from_wire(message: Message, cls: type[T]) -> T:
         try:
             if f.optional and not _present(message, f):
                 values[f.name] = None
+            elif f.defaulted and _is_absent(message, f):
+                continue
             elif f.mapping:
                 values[f.name] = dict(raw)
             elif f.many and dataclasses.is_dataclass(f.kind):

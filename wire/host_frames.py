@@ -15,7 +15,7 @@ from typing import NamedTuple
 from moonpool.core.blocks import KEY_BYTES
 from moonpool.core.errors import ConfigError, InvalidRequest, MoonpoolError, Reason, error_for
 from moonpool.core.landing import Region
-from moonpool.core.layout import KVLayout
+from moonpool.core.layout import KV, KVLayout
 
 VERSION = 1
 MAX_ITEMS = 4096
@@ -207,18 +207,22 @@ def decode_regions(frame: memoryview, items: int) -> list[Region]:
 
 
 def encode_layout(number: int, layout: KVLayout) -> bytes:
+    """Of another kind than ``kv``: one item, the kind, at the end. A node that knows no kinds refuses its length."""
     words = [word.encode() for word in (layout.model, layout.dtype, layout.order, layout.digest, layout.codec)]
     if any(len(word) > 255 for word in words):
         raise InvalidRequest("layout: model, dtype, order, digest and codec are names of at most 255 bytes", param="layout")
     shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
-    return _frame(Kind.LAYOUT, 0, number, _LAYOUT.pack(*shape, *map(len, words)), *words)
+    kind = [] if layout.kind == KV else [layout.kind.encode()]
+    return _frame(Kind.LAYOUT, len(kind), number, _LAYOUT.pack(*shape, *map(len, words)), *words, *kind)
 
 
-def decode_layout(frame: memoryview) -> KVLayout:
-    if len(frame) < HEAD_BYTES + _LAYOUT.size:
-        raise InvalidRequest("frame: a layout is too short")
+def decode_layout(frame: memoryview, items: int) -> KVLayout:
+    if len(frame) < HEAD_BYTES + _LAYOUT.size or items > 1:
+        raise InvalidRequest("frame: a layout is too short, or of more than one kind")
     layers, heads, dim, tokens, *lengths = _LAYOUT.unpack_from(frame, HEAD_BYTES)
     at = HEAD_BYTES + _LAYOUT.size
+    if items:
+        lengths.append(max(len(frame) - at - sum(lengths), 0))
     _require(frame, _LAYOUT.size + sum(lengths))
     words = []
     for length in lengths:

@@ -11,8 +11,8 @@ Floats = NDArray[np.float32]
 
 
 def to_floats(layout: KVLayout, data: NDArray[np.uint8]) -> Floats:
-    """A full layer slice as float32 [2 * kv_heads, block_tokens * head_dim], row i of K head i, then of V."""
-    rows = 2 * layout.kv_heads
+    """A full layer slice as float32 [planes, block_tokens * head_dim]."""
+    rows = layout.planes
     match layout.dtype:
         case "float32":
             return data.view("<f4").reshape(rows, -1)

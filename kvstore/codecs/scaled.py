@@ -1,7 +1,7 @@
-"""The frame of both 8-bit codecs: one float32 scale per (layer, K or V, head), then one byte per element.
+"""The frame of both 8-bit codecs: one float32 scale per layer and plane (K or V of a head; latents), then one byte per element.
 
-An encoded slice is ``[2 * kv_heads]`` little-endian scales, then ``[2 * kv_heads][token][head_dim]`` bytes. A scale is the
-head's largest magnitude over the largest code, rounded down, so that the largest value cannot overflow when it is decoded.
+An encoded slice is ``[planes]`` little-endian scales, then ``[planes][token][head_dim]`` bytes. A scale is the
+plane's largest magnitude over the largest code, rounded down, so that the largest value cannot overflow when it is decoded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def encode(
     if not np.isfinite(top).all():
         return False
     scales = np.maximum(np.nextafter(top / np.float32(largest), np.float32(0)), SMALLEST)
-    begin = 2 * layout.kv_heads * SCALE_BYTES
+    begin = layout.planes * SCALE_BYTES
     into[:begin].view("<f4")[:] = scales
     into[begin:] = quantise(values * (1 / scales)[:, None]).reshape(-1)
     return True
@@ -39,7 +39,7 @@ def encode(
 def decode(
     layout: KVLayout, coded: NDArray[np.uint8], into: NDArray[np.uint8], expand: Callable[[NDArray[np.uint8]], Floats]
 ) -> None:
-    begin = 2 * layout.kv_heads * SCALE_BYTES
-    values = expand(coded[begin:].reshape(2 * layout.kv_heads, -1))
+    begin = layout.planes * SCALE_BYTES
+    values = expand(coded[begin:].reshape(layout.planes, -1))
     values *= coded[:begin].view("<f4")[:, None]
     from_floats(layout, values, into)

@@ -149,7 +149,7 @@ def layout(given: object) -> KVLayout:
         number = getattr(given, field)
         if not isinstance(number, int) or not 1 <= number <= MAX_U32:
             _refuse(f"layout.{field}", number, "give a whole number, 1 or more")
-    for field in ("model", "dtype", "order", "digest", "codec"):
+    for field in ("model", "dtype", "order", "digest", "codec", "kind"):
         word = getattr(given, field)
         if not isinstance(word, str):
             _refuse(f"layout.{field}", word, "give a str")

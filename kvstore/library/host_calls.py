@@ -69,7 +69,7 @@ class HostCalls:
         return frames.encode_regions(head.number, self._node.regions.files[first : first + frames.REGIONS_AT_ONCE])
 
     def _layout(self, head: Head, frame: memoryview) -> bytes:
-        layout = frames.decode_layout(frame)
+        layout = frames.decode_layout(frame, head.items)
         number = self._layouts.number(layout)
         return frames.encode_layout_number(head.number, number, layout.slot_bytes)
 

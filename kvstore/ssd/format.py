@@ -15,7 +15,7 @@ import xxhash
 
 from moonpool.core.blocks import KEY_BYTES, ROOT
 from moonpool.core.errors import ConfigError
-from moonpool.core.layout import DIGEST_BYTES, KVLayout
+from moonpool.core.layout import DIGEST_BYTES, KV, KVLayout
 from moonpool.core.use import Use
 
 VERSION = 1
@@ -38,7 +38,7 @@ SEALED_FRONT = struct.Struct("<8sHH8s16sQ")  # magic, version, 0, id of the key,
 _TAG_BYTES = 16
 SEALED_BODY_BYTES = HEADER_BYTES - SEALED_FRONT.size - 2 * _TAG_BYTES  # then the slot's tag, and the header's own
 MAX_LAYERS = (SEALED_BODY_BYTES - _EXTENT.size - 2 * MAX_TEXT_BYTES) // DIGEST_BYTES
-_HAS_LAYOUT, _SEALED_EXTENTS = 1, 2  # flags of a segment header
+_HAS_LAYOUT, _SEALED_EXTENTS, _HAS_KIND = 1, 2, 4  # flags of a segment header
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,17 @@ def _opened(raw: bytes, magic: bytes) -> bool:
 def encode_segment(header: SegmentHeader) -> bytes:
     layout = header.layout
     size = 0 if layout is None else extent_bytes(layout)
-    flags = (_HAS_LAYOUT if layout is not None else 0) | (_SEALED_EXTENTS if header.sealed else 0)
+    flags = _SEALED_EXTENTS if header.sealed else 0
+    texts: tuple[str, ...] = ()
+    if layout is not None:
+        flags |= _HAS_LAYOUT
+        texts = (layout.model, layout.dtype, layout.order, layout.digest, layout.codec)
+        if layout.kind != KV:  # a program that knows no kinds takes this for no header
+            flags, texts = flags | _HAS_KIND, (*texts, layout.kind)
     parts = [_SEGMENT.pack(_SEGMENT_MAGIC, VERSION, flags, header.number, header.size, header.epoch, header.seen, size)]
     if layout is not None:
         parts.append(_SHAPE.pack(layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens))
-        for text in (layout.model, layout.dtype, layout.order, layout.digest, layout.codec):
+        for text in texts:
             raw = text.encode()
             parts.append(_TEXT.pack(len(raw)) + raw)
     return _sealed(b"".join(parts))
@@ -137,37 +143,37 @@ def decode_segment(raw: bytes) -> SegmentHeader | None:
     if not _opened(raw, _SEGMENT_MAGIC):
         return None
     _, version, flags, number, size, epoch, seen, one = _SEGMENT.unpack_from(raw)
-    if version != VERSION or flags & ~(_HAS_LAYOUT | _SEALED_EXTENTS):
+    if version != VERSION or flags & ~(_HAS_LAYOUT | _SEALED_EXTENTS | _HAS_KIND):
         return None
     sealed = bool(flags & _SEALED_EXTENTS)
     if not flags & _HAS_LAYOUT:
         return SegmentHeader(number, size, epoch, seen, None, sealed)
-    layout = _layout(raw)
+    layout = _layout(raw, texts=6 if flags & _HAS_KIND else 5)
     if layout is None or extent_bytes(layout) != one:
         return None
     return SegmentHeader(number, size, epoch, seen, layout, sealed)
 
 
-def _layout(raw: bytes) -> KVLayout | None:
+def _layout(raw: bytes, *, texts: int) -> KVLayout | None:
     at = _SEGMENT.size
     layers, kv_heads, head_dim, block_tokens = _SHAPE.unpack_from(raw, at)
     at += _SHAPE.size
-    texts: list[str] = []
-    for _ in range(5):
+    found: list[str] = []
+    for _ in range(texts):
         (length,) = _TEXT.unpack_from(raw, at)
         at += _TEXT.size
         if length > MAX_TEXT_BYTES or at + length > _BODY - _TEXT.size:
             return None
         try:
-            texts.append(raw[at : at + length].decode())
+            found.append(raw[at : at + length].decode())
         except UnicodeDecodeError:
             return None
         at += length
-    model, dtype, order, digest, codec = texts
+    model, dtype, *rest = found
     if not (0 < layers <= MAX_LAYERS and kv_heads > 0 and head_dim > 0):
         return None
     try:
-        return KVLayout(model, layers, kv_heads, head_dim, dtype, block_tokens, order, digest, codec)
+        return KVLayout(model, layers, kv_heads, head_dim, dtype, block_tokens, *rest)
     except ConfigError:
         return None
 

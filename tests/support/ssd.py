@@ -30,6 +30,7 @@ from moonpool.kvstore.ssd.tier import SsdTier
 NODE = NodeId("n")
 SMALL = KVLayout("small", layers=2, kv_heads=1, head_dim=16, dtype="float32", block_tokens=16)  # 4,096 bytes, slots of 8,192
 OTHER = KVLayout("other", layers=3, kv_heads=2, head_dim=32, dtype="bfloat16", block_tokens=32)  # 24,576 bytes
+LATENTS = KVLayout("latents", layers=2, kv_heads=1, head_dim=40, dtype="bfloat16", block_tokens=16, kind="mla")  # 2,560
 
 
 def config(folder: Path, **settings: Any) -> StoreConfig:

@@ -44,6 +44,7 @@ class KVLayout(message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     CODEC_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
     model: builtins.str
     layers: builtins.int
     kv_heads: builtins.int
@@ -53,6 +54,8 @@ class KVLayout(message.Message):
     order: builtins.str
     digest: builtins.str
     codec: builtins.str
+    kind: builtins.str
+    """absent: "kv" """
     def __init__(
         self,
         *,
@@ -65,12 +68,15 @@ class KVLayout(message.Message):
         order: builtins.str = ...,
         digest: builtins.str = ...,
         codec: builtins.str = ...,
+        kind: builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["_kind", b"_kind", "kind", b"kind"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["block_tokens", b"block_tokens", "codec", b"codec", "digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "order", b"order"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["_kind", b"_kind", "block_tokens", b"block_tokens", "codec", b"codec", "digest", b"digest", "dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "model", b"model", "order", b"order"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__kind: _TypeAlias = typing.Literal["kind"]  # noqa: Y015
+    _WhichOneofArgType__kind: _TypeAlias = typing.Literal["_kind", b"_kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kind) -> _WhichOneofReturnType__kind | None: ...
 
 @typing.final
 class Sampling(message.Message):

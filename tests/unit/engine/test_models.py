@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from moonpool.core.errors import ConfigError
 from moonpool.engine import models
 from moonpool.engine.bundled import convert_gguf
-from moonpool.engine.models import model_fingerprint, resolve_model
+from moonpool.engine.checkpoint import model_fingerprint
+from moonpool.engine.models import resolve_model
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB = 64, 4, 2, 2, 262
 

@@ -38,7 +38,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
-        ("DeepseekV3", LATENT, "multi-head latent attention"),
+        ("MiniCPM3", LATENT, "latent attention"),
         ("GptOss", {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}, "s_aux"),
         ("Bert", SMALL, "not causal|not a decoder-only"),
         ("Mamba", {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "linear_attention"),

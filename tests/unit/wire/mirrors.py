@@ -71,15 +71,10 @@ def pairs() -> list[tuple[type, type[Message]]]:
 def values(cls: type, message: type[Message]) -> st.SearchStrategy[Any]:
     """Any value of ``cls`` that ``message`` can carry."""
     if cls is KVLayout:
-        return st.builds(
-            KVLayout,
-            text,
-            *[st.integers(0, 2**32 - 1)] * 3,
-            st.sampled_from(sorted(ITEM_BYTES)),
-            st.integers(1, 512),
-            text,
-            text,
-        )
+        number, dtypes, tokens = st.integers(0, 2**32 - 1), st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 512)
+        plain = st.builds(KVLayout, text, number, number, number, dtypes, tokens, text, text)
+        latents = st.builds(KVLayout, text, number, st.just(1), number, dtypes, tokens, text, text, kind=st.just("mla"))
+        return plain | latents
     if cls is PromptLogprobs:
         return st.builds(_prompt_logprobs, _UINT32, st.integers(0, MANY), st.integers(0, MANY), _UINT32)
     hints = typing.get_type_hints(cls)

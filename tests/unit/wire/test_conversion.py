@@ -93,6 +93,16 @@ def test_a_dataclass_that_checks_itself_refuses_through_the_same_error() -> None
         from_wire(pb.types.Member(id="m", role="store", layout=pb.types.KVLayout(block_tokens=16, dtype="int3")), Member)
 
 
+def test_a_layout_of_a_member_that_knows_no_kinds_is_one_of_keys_and_values() -> None:
+    layout = KVLayout("m", 2, 1, 8, "float32")
+    wire = to_wire(layout, pb.types.KVLayout())
+    wire.ClearField("kind")
+    assert from_wire(wire, KVLayout) == layout
+    wire.kind = ""
+    with pytest.raises(InvalidRequest, match="kind"):
+        from_wire(wire, KVLayout)
+
+
 def test_zero_and_absent_stay_apart_where_the_dataclass_tells_them_apart() -> None:
     for logprobs in (None, 0, 5):
         wire = to_wire(SamplingParams(max_tokens=1, logprobs=logprobs), pb.types.Sampling())

@@ -48,6 +48,7 @@ HOST_FRAMES = (
     host_frames.encode_regions_from(2, 0),
     host_frames.encode_regions(2, [Region(0, "/dev/shm/x", 1 << 20, 4096)]),
     host_frames.encode_layout(3, KVLayout("ab" * 16, 2, 2, 16, "float32", 16)),
+    host_frames.encode_layout(3, KVLayout("ab" * 16, 2, 1, 40, "float32", 16, kind="mla")),
     host_frames.encode_layout_number(3, 0, 8192),
     host_frames.encode_keys(Kind.EXISTS, 4, [KEY, KEY], word=1),
     host_frames.encode_bits(Kind.EXISTS, 4, b"\0\1"),
@@ -60,6 +61,7 @@ HOST_FRAMES = (
     host_frames.encode_error(9, Overloaded("full", retry_after_s=1.0)),
 )
 COUNTED = (
+    host_frames.decode_layout,
     host_frames.decode_regions,
     host_frames.decode_keys,
     host_frames.decode_bits,
@@ -71,7 +73,6 @@ COUNTED = (
 BARE = (
     host_frames.decode_hello,
     host_frames.decode_welcome,
-    host_frames.decode_layout,
     host_frames.decode_layout_number,
     host_frames.decode_count,
     host_frames.decode_quarantine,

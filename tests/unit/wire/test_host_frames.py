@@ -22,14 +22,18 @@ keys = st.lists(key, max_size=40)
 ids = st.lists(u64, max_size=40)
 text = st.text(st.characters(codec="utf-8"), max_size=40)
 places = st.lists(st.lists(st.builds(Place, u16, u32, u64), max_size=4), max_size=6)
-layouts = st.builds(KVLayout, text, some, some, some, st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 512), text, text)
+dtypes, tokens = st.sampled_from(sorted(ITEM_BYTES)), st.integers(1, 512)
+layouts = st.one_of(
+    st.builds(KVLayout, text, some, some, some, dtypes, tokens, text, text),
+    st.builds(KVLayout, text, some, st.just(1), some, dtypes, tokens, text, text, kind=st.just("mla")),
+)
 
 # how to decode each frame, given its announced number of items
 DECODERS: dict[str, Callable[[memoryview, int], Any]] = {
     "hello": lambda frame, _: frames.decode_hello(frame),
     "welcome": lambda frame, _: frames.decode_welcome(frame),
     "regions": frames.decode_regions,
-    "layout": lambda frame, _: frames.decode_layout(frame),
+    "layout": frames.decode_layout,
     "layout_number": lambda frame, _: frames.decode_layout_number(frame),
     "keys": frames.decode_keys,
     "bits": frames.decode_bits,

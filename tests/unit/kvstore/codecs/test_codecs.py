@@ -24,7 +24,11 @@ LOSSY = ["int8", "fp8"]
 OWN = {"float32": (2.0**-24, 2.0**-149), "float16": (2.0**-11, 2.0**-24), "bfloat16": (2.0**-8, 2.0**-133)}
 
 
-def layout_of(dtype: str, layers: int = 2, heads: int = 2, dim: int = 4, tokens: int = 16) -> KVLayout:
+def layout_of(
+    dtype: str, layers: int = 2, heads: int = 2, dim: int = 4, tokens: int = 16, *, latents: bool = False
+) -> KVLayout:
+    if latents:
+        return KVLayout("m", layers, 1, dim, dtype, tokens, kind="mla")
     return KVLayout("m", layers, heads, dim, dtype, tokens)
 
 
@@ -35,9 +39,9 @@ def to_bytes(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
 
 
 def to_values(data: NDArray[np.uint8], layout: KVLayout) -> NDArray[np.float64]:
-    """float64 [layers, 2 * kv_heads, block_tokens * head_dim]."""
+    """float64 [layers, planes, block_tokens * head_dim]."""
     flat = torch.from_numpy(data).view(getattr(torch, layout.dtype)).to(torch.float64).numpy()
-    return flat.reshape(layout.layers, 2 * layout.kv_heads, -1)
+    return flat.reshape(layout.layers, layout.planes, -1)
 
 
 def bound(name: str, layout: KVLayout, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -54,11 +58,11 @@ def bound(name: str, layout: KVLayout, values: NDArray[np.float64]) -> NDArray[n
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[KVLayout, NDArray[np.float32]]:
-    """Heads of very different magnitude, some of zeros, some with outliers, some denormal."""
+    """Planes of very different magnitude, some of zeros, some with outliers, some denormal."""
     shape = {"layers": draw(st.integers(1, 3)), "heads": draw(st.integers(1, 3)), "dim": draw(st.sampled_from([1, 3, 8]))}
-    layout = layout_of(draw(st.sampled_from(DTYPES)), **shape)
+    layout = layout_of(draw(st.sampled_from(DTYPES)), **shape, latents=draw(st.booleans()))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    values = rng.standard_normal((layout.layers, 2 * layout.kv_heads, layout.block_tokens * layout.head_dim))
+    values = rng.standard_normal((layout.layers, layout.planes, layout.block_tokens * layout.head_dim))
     low, high = {"float16": (-20, 9), "bfloat16": (-130, 120), "float32": (-145, 120)}[layout.dtype]
     values *= 2.0 ** rng.integers(low, high, values.shape[:2])[:, :, None]
     values[rng.random(values.shape[:2]) < 0.2] = 0

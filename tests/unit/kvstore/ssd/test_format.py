@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from support.ssd import OTHER, SMALL
+from support.ssd import LATENTS, OTHER, SMALL
 
 from moonpool.core.layout import KVLayout
 from moonpool.core.use import Use
@@ -66,7 +67,7 @@ def test_other_bytes_are_no_header(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [None, SMALL, OTHER, replace(SMALL, model="é" * 100, order="vnni", digest="other", codec="fp8")]
+    "layout", [None, SMALL, OTHER, replace(SMALL, model="é" * 100, order="vnni", digest="other", codec="fp8"), LATENTS]
 )
 def test_a_segment_header_names_the_whole_layout(layout: KVLayout | None) -> None:
     header = SegmentHeader(7, 256 << 20, 1 << 40, 1_800_000_000, layout)
@@ -80,11 +81,19 @@ def test_a_segment_header_names_the_whole_layout(layout: KVLayout | None) -> Non
 
 def test_a_segment_header_carries_every_field_of_a_layout() -> None:
     """A field that is added to layouts and not to headers would let one layout pass for another."""
-    layout = KVLayout("m", 3, 5, 7, "float16", 48, "vnni", "other", "int8")
+    layout = KVLayout("m", 3, 1, 7, "float16", 48, "vnni", "other", "int8", "mla")
     assert all(getattr(layout, f.name) != f.default for f in fields(KVLayout))
     header = decode_segment(encode_segment(SegmentHeader(1, 1 << 20, 2, 3, layout)))
     assert header is not None and header.layout is not None
     assert header.layout.fingerprint == layout.fingerprint
+
+
+def test_a_segment_header_from_before_there_were_kinds_is_read_as_it_was_meant() -> None:
+    """Bytes that a node without kinds writes are the bytes that are written now, and name no kind."""
+    raw = encode_segment(SegmentHeader(7, 256 << 20, 1 << 40, 1_800_000_000, SMALL))
+    assert hashlib.blake2b(raw, digest_size=8).hexdigest() == "9fc10a94538e34e9"
+    header = decode_segment(raw)
+    assert header is not None and header.layout is not None and header.layout.kind == "kv"
 
 
 def test_a_pickle_is_no_header() -> None:
