@@ -12,7 +12,9 @@ from moonpool.core.parsing import read_json
 _PLAIN = {
     "llama": True,
     "mistral": True,
+    "mixtral": True,
     "qwen2": True,
+    "qwen2_moe": True,
     "qwen3": False,
     "qwen3_moe": False,
     "gemma": False,
@@ -45,7 +47,7 @@ def shape_in_file(model_dir: Path) -> Shape | None:
         raw = read_json((model_dir / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(raw, dict) or raw.get("model_type") not in _PLAIN or "text_config" in raw:
+    if not isinstance(raw, dict) or str(raw.get("model_type")) not in _PLAIN or "text_config" in raw:
         return None
     layers, heads, kv_heads, hidden = (_count(raw.get(name)) for name in (*_NUMBERS, "hidden_size"))
     head_dim = _count(raw.get("head_dim"))
