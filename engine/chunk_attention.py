@@ -97,7 +97,7 @@ class ChunkRow:
 
     def _scores(self, call: AttentionCall, seen: _Seen, keys: torch.Tensor) -> torch.Tensor:
         """[kv_heads, rows, keys], -inf where a query does not see a key. Overwritten by the next call."""
-        query = call.query[:, self._at(seen)].reshape(self.pages.layout.kv_heads, -1, call.query.shape[2])
+        query = call.query[:, self._at(seen)].reshape(self.pages.kv_heads, -1, call.query.shape[2])
         shape = (query.shape[0], query.shape[1], keys.shape[1])
         scores = self._scratch[0][: math.prod(shape)].view(shape)
         torch.baddbmm(query.new_empty(1), query, keys.transpose(1, 2), beta=0, alpha=call.scaling, out=scores)
@@ -124,7 +124,7 @@ class ChunkRow:
             self._put(out, seen, torch.bmm(weights, value))
 
     def _merge(self, layer: int, call: AttentionCall, groups: Sequence[_Group], out: torch.Tensor) -> None:
-        kv_heads, dim = self.pages.layout.kv_heads, out.shape[2]
+        kv_heads, dim = self.pages.kv_heads, out.shape[2]
         sums: dict[int, _Sums] = {}  # by a block's first query
         for group in groups:
             keys, values = self.pages.gather(group.index, layer)

@@ -13,17 +13,28 @@ from moonpool.engine.backends import Span
 
 
 class PageTensor:
-    """``[pages, layers, 2, kv_heads, block_tokens, head_dim]``; of latents ``[pages, layers, block_tokens, head_dim]``."""
+    """``[pages, layers, 2, kv_heads, block_tokens, head_dim]``; of latents ``[pages, layers, block_tokens, head_dim]``.
 
-    def __init__(self, layout: KVLayout, pages: int) -> None:
+    ``kv_heads`` and ``own``: how many heads are read and written through this one, and where they lie in ``tensor``.
+    """
+
+    def __init__(
+        self, layout: KVLayout, pages: int, *, memory: torch.Tensor | None = None, heads: range | None = None
+    ) -> None:
+        """``memory``: bytes that others map, too; None: of this process alone, zero. ``heads``: those of one of several ranks
+        that keep K/V in the same pages; None: all of them."""
         self.layout = layout
         self.pages = pages
         planes = () if layout.kind == MLA else (2, layout.kv_heads)
         shape = (pages, layout.layers, *planes, layout.block_tokens, layout.head_dim)
-        self.tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+        dtype = getattr(torch, layout.dtype)
+        self.tensor = torch.zeros(shape, dtype=dtype) if memory is None else memory.view(dtype).view(shape)
         self.rows = self.tensor.view(-1, layout.head_dim)  # one token of one plane
         self.planes = self.tensor.view(-1, layout.block_tokens * layout.head_dim)  # K or V of one head, or latents, of one page
-        self.plane_ids = torch.arange(layout.planes)
+        ids = torch.arange(layout.planes)
+        self.plane_ids = ids if heads is None else ids.view(2, -1)[:, heads.start : heads.stop].reshape(-1)
+        self.own = self.tensor if heads is None else self.tensor[:, :, :, heads.start : heads.stop]
+        self.kv_heads = layout.kv_heads if heads is None else len(heads)
         self.page_planes = layout.layers * layout.planes
 
     def slot_rows(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -44,5 +55,5 @@ class PageTensor:
         """K and V, [kv_heads, pages * block_tokens, head_dim] each, copies. Latents are both, in one tensor."""
         layout = self.layout
         planes = self.planes.index_select(0, index + layer * layout.planes)
-        kv = planes.view(-1, layout.kv_heads, len(index) // layout.planes * layout.block_tokens, layout.head_dim)
+        kv = planes.view(-1, self.kv_heads, len(index) // len(self.plane_ids) * layout.block_tokens, layout.head_dim)
         return kv[0], kv[-1]

@@ -33,7 +33,7 @@ class TorchStep:
         latent = pages.layout.kind == MLA
         self._chunks = [ChunkRow(pages, span) for span in spans if latent or span.count > 1]
         singles = [span for span in spans if not latent and span.count == 1]
-        self._decode = DecodeRows(pages.layout, pages.tensor, singles) if singles else None
+        self._decode = DecodeRows(pages.layout, pages.own, singles) if singles else None
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:
         self._keep(layer, torch.cat((call.key, call.value)).view(-1, self._pages.layout.head_dim))
