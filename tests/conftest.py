@@ -1,4 +1,4 @@
-"""Shared fixtures. UCX reads its environment once, at the first import: it is set here, before any test imports it."""
+"""Shared fixtures. UCX and Triton read their environment once, at the first import: it is set here, before tests import them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ hypothesis.settings.load_profile("untimed")
 
 for name, value in {"UCX_MODULES": "^ib", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error"}.items():
     os.environ.setdefault(name, value)
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU; tests/gpu is run with 0
 
 BEGUN_FIRST = (  # files that take long: none of them may be what the last worker of xdist is still at
     "test_greedy_parity.py",
