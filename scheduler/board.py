@@ -111,6 +111,7 @@ class Board:
         self.max_prompt: Ints = np.array([w.member.max_prompt or UNLIMITED for w in self.workers], np.int64)
         self.smallest = int(self.max_prompt.min(initial=UNLIMITED))
         self.block_bytes = max((w.member.layout.block_bytes for w in self.workers if w.member.layout), default=0)
+        self.layers = max((w.member.layout.layers for w in self.workers if w.member.layout), default=0)
         self.everybody = Usable.of(self.split, self.decode_only & self.pooled, self.both, self.pooled, frozenset())
         self.busy_until: Floats = np.zeros(n)
         self.load: Ints = np.zeros(n, np.int64)  # attempts reported or booked

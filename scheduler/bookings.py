@@ -26,8 +26,20 @@ class End(Enum):
 
 
 @dataclass(slots=True)
+class Part:
+    """Tokens [begin, end) of a prompt that ``worker`` computes for another one: ``seconds`` of its time."""
+
+    worker: MemberId
+    seconds: float
+    begin: int
+    end: int
+    at: End = End.COMING
+
+
+@dataclass(slots=True)
 class Booking:
-    """``prefill_s`` seconds of work at ``prefill``, then ``prompt_tokens`` of context at ``decode``."""
+    """``prefill_s`` seconds of work at ``prefill``, ``parts`` at those who help it, then ``prompt_tokens`` of context at
+    ``decode``."""
 
     number: int
     request: str
@@ -36,7 +48,7 @@ class Booking:
     decode: MemberId
     prefill_s: float
     prompt_tokens: int
-    cached_tokens: int  # predicted: not to be computed
+    cached_tokens: int  # predicted: not to be computed at ``prefill``
     placed_at: float
     prefilled_at: float  # predicted
     keys: tuple[bytes, ...] = ()  # of the prompt's blocks
@@ -46,6 +58,20 @@ class Booking:
     at_prefill: End = End.COMING
     at_decode: End = End.COMING
     missing_since: float | None = None  # at the decode worker, after having been seen
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def workers(self) -> set[MemberId]:
+        return {self.prefill, self.decode, *(part.worker for part in self.parts)}
+
+    def begin(self, worker: MemberId) -> int:
+        """The first token that ``worker`` computes."""
+        return next((part.begin for part in self.parts if part.worker == worker), self.cached_tokens)
+
+    def still_coming(self) -> list[tuple[MemberId, float]]:
+        """Who computes of it without having reported it, and for how many seconds."""
+        out = [(part.worker, part.seconds) for part in self.parts if part.at is End.COMING]
+        return [*out, (self.prefill, self.prefill_s)] if self.at_prefill is End.COMING else out
 
 
 @dataclass(slots=True)
@@ -74,25 +100,25 @@ class Ledger:
     def add(self, booking: Booking) -> None:
         self.release(booking.request)
         self.bookings[booking.request] = self.computing[booking.request] = booking
-        for worker in {booking.prefill, booking.decode}:
+        for worker in booking.workers:
             self._by_worker.setdefault(worker, {})[booking.request] = booking
 
     def release(self, request: str) -> None:
         booking = self.bookings.pop(request, None)
         self.computing.pop(request, None)
         if booking is not None:
-            for worker in {booking.prefill, booking.decode}:
+            for worker in booking.workers:
                 mine = self._by_worker[worker]
                 del mine[request]
                 if not mine:
                     del self._by_worker[worker]
 
-    def left(self, attempt: LiveAttempt, reported: int) -> int:
+    def left(self, worker: MemberId, attempt: LiveAttempt, reported: int) -> int:
         """Prompt tokens still to compute: a job that waits is reported whole, what of it is cached shows when it begins."""
         booking = self.bookings.get(attempt.request)
         if booking is None or booking.attempt != attempt.attempt:
             return reported
-        return min(reported, attempt.prompt_tokens - booking.cached_tokens)
+        return min(reported, attempt.prompt_tokens - booking.begin(worker))
 
     def coming(self, worker: MemberId) -> Coming:
         total = Coming()
@@ -101,6 +127,11 @@ class Ledger:
                 total.prefill_s += booking.prefill_s
                 total.prefill_tokens += booking.prompt_tokens - booking.cached_tokens
                 total.jobs += 1
+            for part in booking.parts:
+                if part.worker == worker and part.at is End.COMING:
+                    total.prefill_s += part.seconds
+                    total.prefill_tokens += part.end - part.begin
+                    total.jobs += 1
             if booking.decode == worker and booking.at_decode is End.COMING:
                 total.sequences += booking.choices
                 total.context_tokens += booking.prompt_tokens
@@ -113,9 +144,10 @@ class Ledger:
     def waiting(self, worker: MemberId) -> list[Waiting]:
         """The prefills booked on ``worker`` and not in its reports yet."""
         return [
-            Waiting(booking.request, booking.prefill_s, booking.placed_at)
+            Waiting(booking.request, seconds, booking.placed_at)
             for booking in self._by_worker.get(worker, {}).values()
-            if booking.prefill == worker and booking.at_prefill is End.COMING
+            for name, seconds in booking.still_coming()
+            if name == worker
         ]
 
     def expire(self, now: float) -> list[Booking]:
@@ -139,8 +171,12 @@ class Ledger:
         ended = []
         for booking in list(self._by_worker.get(worker, {}).values()):
             here = (booking.request, booking.attempt) in alive
+            late = now - booking.placed_at >= PREFILL_GRACE_S
+            for part in booking.parts:
+                if part.worker == worker:
+                    part.at = _seen(part.at, here, late)
             if booking.prefill == worker:
-                _see_prefill(booking, here, now)
+                booking.at_prefill = _seen(booking.at_prefill, here, late)
                 if booking.at_prefill is End.OVER:
                     self.computing.pop(booking.request, None)
             if booking.decode == worker and _decode_ended(booking, here, now):
@@ -149,11 +185,11 @@ class Ledger:
         return ended
 
 
-def _see_prefill(booking: Booking, here: bool, now: float) -> None:
-    if here and booking.at_prefill is End.COMING:
-        booking.at_prefill = End.SEEN
-    elif not here and (booking.at_prefill is End.SEEN or now - booking.placed_at >= PREFILL_GRACE_S):
-        booking.at_prefill = End.OVER
+def _seen(at: End, here: bool, late: bool) -> End:
+    """What a prefill worker's report says of a job there; ``late``: it had time to report it."""
+    if here:
+        return End.SEEN if at is End.COMING else at
+    return End.OVER if late or at is End.SEEN else at
 
 
 def _decode_ended(booking: Booking, here: bool, now: float) -> bool:

@@ -21,14 +21,14 @@ from moonpool.scheduler.actions import Action, Resync, SwitchRole
 from moonpool.scheduler.admission.certain import Certain
 from moonpool.scheduler.admission.policy import Admission, Judging
 from moonpool.scheduler.board import Board, Usable
-from moonpool.scheduler.bookings import Booking
 from moonpool.scheduler.candidates import usable
 from moonpool.scheduler.choice import Considered, Option, choice_of, predict
-from moonpool.scheduler.costs import Held, Prompt, depths, segments
+from moonpool.scheduler.costs import Held, Prompt, depths
 from moonpool.scheduler.decisions import Decision, DecisionLog, decode_candidates, prefill_candidates
 from moonpool.scheduler.estimates import Overhead, Seeds
 from moonpool.scheduler.late_binding import FULL_RETRY_S, Desk, LateBinding
 from moonpool.scheduler.links import Links
+from moonpool.scheduler.placing import booking_of, flow_names, flows_of, placement_of
 from moonpool.scheduler.planner import Planner, Proposal
 from moonpool.scheduler.policies.pooled_min_ttft import PooledMinTtft
 from moonpool.scheduler.policy import Asked, Choice, Policy, Waiting
@@ -40,6 +40,8 @@ COUNTERS = (
     "refusals_targets_missed",
     "refusals_overloaded",
     "admitted_to_measure",
+    "prefill_groups",
+    "prefill_helpers",
     "bookings_expired",
     "bookings_ended_by_report",
     "reports_ignored",
@@ -262,7 +264,9 @@ class Conductor:
             soon = tuple(replace(one, blocks=usable_blocks(one.blocks, quantum)) for one in soon)
         seconds, pool = self._overhead.seconds, self._view.pool
         queued = self._queue.backlog(request.tenant)
-        return Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
+        asked = Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
+        asked.others = len(self._queue) - (request.request in self._queue)
+        return asked
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable, quantum: int) -> Held:
         devices, pool = self._view.devices, self._view.pool
@@ -318,46 +322,18 @@ class Conductor:
 
     def _book(self, asked: Asked, option: Option) -> Placement:
         self._placements += 1
-        board, request, now = asked.board, asked.request, asked.now
-        prefill, decode = board.workers[option.prefill].ref, board.workers[option.decode].ref
-        self._view.book(
-            Booking(
-                self._placements,
-                request.request,
-                request.attempt,
-                prefill.id,
-                decode.id,
-                max(option.work_s, option.ttft.likely - option.wait_s - asked.overhead_s),
-                request.prompt_tokens,
-                option.cached_tokens,
-                now,
-                now + option.ttft.likely,
-                request.keys,
-                self._view.courses.kind(request),
-                request.max_tokens,
-                max(request.choices, 1),
-            )
-        )
-        self._queue.served(request, option.work_s)
-        self._end_flows(request.request)
-        if option.plan.source is not None and option.transfer_s > 0.0:
-            fetched = option.plan.until - option.plan.local - option.plan.front
-            self.links.begin(request.request, option.plan.source, prefill.node, fetched * board.block_bytes, now)
-        if option.prefill != option.decode:
-            size, begun = asked.handed_bytes(option.decode), now + option.wait_s
-            self.links.begin(_handed_over(request.request), prefill.node, decode.node, size, begun)
-        return Placement(
-            prefill,
-            decode,
-            segments(asked.prompt, option.plan, prefill.node),
-            option.ttft.likely * 1e3 if option.ttft.sure else 0.0,
-            option.tbt.likely * 1e3 if option.tbt.sure else 0.0,
-            self._placements,
-        )
+        self._view.counts["prefill_groups"] += bool(option.group)
+        self._view.counts["prefill_helpers"] += max(len(option.group) - 1, 0)
+        self._view.book(booking_of(asked, option, self._placements, self._view.courses.kind(asked.request)))
+        self._queue.served(asked.request, option.work_s)
+        self._end_flows(asked.request.request)
+        for flow in flows_of(asked, option):
+            self.links.begin(*flow)
+        return placement_of(asked, option, self._placements)
 
     def _end_flows(self, request: str) -> None:
-        self.links.end(request)
-        self.links.end(_handed_over(request))
+        for name in flow_names(request):
+            self.links.end(name)
 
     def _act(self, action: Action) -> None:
         self._out.append(action)
@@ -420,8 +396,3 @@ class Conductor:
 def _considered(asked: Asked, choice: Choice) -> Considered:
     workers = asked.board.workers
     return Considered(workers[choice.prefill].ref.id, workers[choice.decode].ref.id, choice.until, predict(asked, choice))
-
-
-def _handed_over(request: str) -> str:
-    """The name of the flow from its prefill to its decode worker; its fetch goes by its own."""
-    return f"{request} handed over"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import Finished, Placement, PlaceRequest, Refusal
 from moonpool.scheduler.board import Bools, Floats
-from moonpool.scheduler.choice import Option
+from moonpool.scheduler.choice import Option, Share
 from moonpool.scheduler.policy import Asked
 
 CANDIDATES = 16  # kept per decision and stage: the best ones
@@ -125,6 +125,8 @@ class Decision:
         if self.option is not None:
             out["predicted"] = _predicted(self.option, self.waited_s)
             out["transfer"] = _transfer(self.option, self.flows)
+            if self.option.group and self.prefill is not None:
+                out["group"] = [_share(share, self.prefill.names) for share in self.option.group]
         out["actual"] = None if self.actual is None else asdict(self.actual)
         out["regret_ms"] = None if self.regret_s is None else self.regret_s * 1e3
         return out
@@ -152,6 +154,18 @@ def _transfer(option: Option, flows: int) -> dict[str, Any]:
         "computed_meanwhile": plan.front,
         "ms": option.transfer_s * 1e3,
         "flows_under_way": flows,
+    }
+
+
+def _share(share: Share, names: tuple[str, ...]) -> dict[str, Any]:
+    """Tokens [begin, end) at one worker of a group; ms from the placement on."""
+    span = share.span
+    return {
+        "worker": names[share.row],
+        "begin": span.begin,
+        "end": span.end,
+        "begins_ms": round(span.begins_s * 1e3, 3),
+        "ends_ms": round(span.ends_s * 1e3, 3),
     }
 
 

@@ -54,7 +54,7 @@ class LateBinding:
 
     def waits(self, asked: Asked, choice: Choice) -> bool:
         """Whether ``choice`` is better taken later."""
-        return self._policy.late and (choice.hold or not self._free(asked, choice.prefill))
+        return self._policy.late and (choice.hold or not self._free(asked, choice.lead))
 
     def join(self, asked: Asked, choice: Choice, record: Decision, order: int) -> Later | Refusal:
         """Take ``asked`` into the queue, or refuse it. ``order``: of arrival."""
@@ -69,7 +69,7 @@ class LateBinding:
             last = self.queue.outlook(waiting, float("inf"), busy[asked.usable.prefills], asked.now)
             if last.pressed < outlook.pressed:
                 key, outlook = float("inf"), last
-        option = predict(asked, choice, max(float(busy[choice.prefill]), outlook.wait_s))
+        option = predict(asked, choice, max(float(busy[choice.lead]), outlook.wait_s))
         asked.delayed = outlook.delayed
         if (refused := self._desk.judge(asked, option, record)) is not None:
             return refused
@@ -100,7 +100,7 @@ class LateBinding:
         if pressing := self.queue.is_pressing(waiting, now):
             asked.usable = _only(asked.usable, asked.board.busy_until <= now + self._policy.lookahead_s)
         choice = self._policy.choose(asked) if asked.usable.prefills.any() else None
-        if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.prefill):
+        if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.lead):
             return None
         return self._desk.book(asked, choice, self._desk.record(waiting))
 

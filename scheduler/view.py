@@ -9,7 +9,7 @@ from moonpool.core.events import EventBatch, IndexSnapshot, Tier
 from moonpool.core.ids import MemberId, NodeId, Role
 from moonpool.core.membership import LiveAttempt, Liveness, Member, MemberChange, WorkerReport
 from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
-from moonpool.scheduler.bookings import Booking, End, Ledger
+from moonpool.scheduler.bookings import Booking, Ledger
 from moonpool.scheduler.costs import Soon, shared_blocks
 from moonpool.scheduler.decode_courses import DecodeCourses
 from moonpool.scheduler.estimates import Fit, PrefillEstimate, Seeds, StepEstimate
@@ -113,7 +113,7 @@ class View:
             self.counts["bookings_ended_by_report"] += 1
             self._ended(ended)
         waiting = [(a, n) for a in report.attempts if (n := worker.prompt_left(a))]
-        reported_s = sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(a, n)) for a, n in waiting)
+        reported_s = sum(seconds_of(fit, a.prompt_tokens, self._ledger.left(report.worker, a, n)) for a, n in waiting)
         worker.busy_until = now + reported_s + self._ledger.coming(report.worker).prefill_s
         if self._queues is not None:
             self._queue(worker, waiting, fit, now)
@@ -126,7 +126,7 @@ class View:
         known = {waiting.name: waiting.arrived for waiting in worker.waiting}
         worker.waiting, worker.free_at = [], now
         for attempt, left in jobs:
-            seconds = seconds_of(fit, attempt.prompt_tokens, self._ledger.left(attempt, left))
+            seconds = seconds_of(fit, attempt.prompt_tokens, self._ledger.left(worker.member.id, attempt, left))
             if attempt.running:
                 worker.free_at = now + seconds
                 continue
@@ -170,12 +170,14 @@ class View:
     # -- bookings ------------------------------------------------------------------------------------------------------
 
     def book(self, booking: Booking) -> None:
-        prefill, decode = self.workers[booking.prefill], self.workers[booking.decode]
-        prefill.last_chosen = decode.last_chosen = booking.number
-        prefill.busy_until = max(prefill.busy_until, booking.placed_at) + booking.prefill_s
+        for name in booking.workers:
+            self.workers[name].last_chosen = booking.number
+        for name, seconds in booking.still_coming():
+            worker = self.workers[name]
+            worker.busy_until = max(worker.busy_until, booking.placed_at) + seconds
         self._ledger.add(booking)
         self.courses.booked(booking)
-        self._write(booking.prefill, booking.decode)
+        self._write(*booking.workers)
 
     def booking(self, request: str) -> Booking | None:
         return self._ledger.bookings.get(request)
@@ -208,9 +210,10 @@ class View:
             self._ended(old)
 
     def _ended(self, booking: Booking) -> None:
-        if booking.at_prefill is End.COMING and booking.prefill in self.workers:
-            self.workers[booking.prefill].busy_until -= booking.prefill_s  # the worker's next report puts it right
-        self._write(booking.prefill, booking.decode)
+        for name, seconds in booking.still_coming():
+            if name in self.workers:
+                self.workers[name].busy_until -= seconds  # the worker's next report puts it right
+        self._write(*booking.workers)
 
     # -- the board's rows ----------------------------------------------------------------------------------------------
 

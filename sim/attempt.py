@@ -88,8 +88,10 @@ class Try:
     preempted_at: float | None = None  # it waits for its next token since
     over: bool = False
     before: Try | None = None  # of a group: what its worker asked of the one before
-    before_came: bool = False  # all of that is here
     after: Try | None = None  # of a group: whose span begins where this one ends
+    handed_on: bool = False  # all of it has come to the one after
+    computes_at: float = 0.0  # when its first layer is begun
+    layer_s: float = 0.0
 
     @property
     def begin(self) -> int:

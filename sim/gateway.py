@@ -110,7 +110,7 @@ class Gateway:
         if request.first_at is None:
             request.first_at = now
             request.outcome.ttft_s = now + self._cluster.post_prefill_s - request.outcome.arrived
-            request.outcome.cached_tokens = min(attempt.cached, request.prompt_tokens)
+            request.outcome.cached_tokens = min(attempt.found, request.prompt_tokens)
 
     def finished(self, attempt: Try) -> None:
         request = attempt.request
@@ -127,7 +127,7 @@ class Gateway:
         attempt.over = True
         self._counters["attempts_failed"] += 1
         request.emitted = max(len(attempt.sequence.tokens) - request.prompt_tokens, 0)
-        request.outcome.wasted_s += attempt.prefill_s
+        request.outcome.wasted_s += attempt.spent_s
         self.brain.finished(self._told(attempt, failure.reason.value, 0))
         if failure.peer:
             request.exclude = (*request.exclude, failure.peer)
@@ -141,7 +141,7 @@ class Gateway:
         """After the prefill: nothing comes of it."""
         request = attempt.request
         request.live = None
-        request.outcome.wasted_s += attempt.prefill_s
+        request.outcome.wasted_s += attempt.spent_s
         self.decoders[attempt.placement.decode.id].cancel(attempt)
         self.brain.finished(self._told(attempt, refusal.reason.value, 0))
         self._refuse(request, refusal)
@@ -158,7 +158,7 @@ class Gateway:
         self.brain.withdraw(request.id)
         attempt, request.live = request.live, None
         if attempt is not None:
-            request.outcome.wasted_s += attempt.prefill_s
+            request.outcome.wasted_s += attempt.spent_s
             decoder = self.decoders.get(attempt.placement.decode.id)
             if decoder is not None:
                 decoder.cancel(attempt)
@@ -187,6 +187,6 @@ class Gateway:
             ttft_ms=(result.ttft_s or 0.0) * 1e3,
             tbt_ms=(result.tbt_s or 0.0) * 1e3,
             output_tokens=output,
-            cached_tokens=attempt.cached,
+            cached_tokens=attempt.found,
             outcome=outcome,
         )

@@ -73,7 +73,8 @@ class Machines:
             max_prompt=group.device_tokens // model.block_tokens * model.block_tokens - 1,
         )
         if role is Role.PREFILL:
-            self.prefills[member.id] = self._site.prefillers[member.id] = PrefillNode(self._site, member, group)
+            node = self.prefills[member.id] = self._site.prefillers[member.id] = PrefillNode(self._site, member, group)
+            self._site.decoders[member.id] = node.receiver
         else:
             decoder = self.decodes[member.id] = DecodeNode(self._site, member, group)
             self._site.decoders[member.id] = self._gateway.decoders[member.id] = decoder
@@ -125,11 +126,15 @@ class Machines:
     def _lose(self, attempt: Try, failure: Failure, *, prefill: bool) -> None:
         if prefill:
             self._site.decoders[attempt.placement.decode.id].writer_gone(attempt, failure)
+            self._cancel(attempt.before, failure)
             return
-        prefiller = self._site.prefillers.get(attempt.placement.prefill.id)
-        if prefiller is not None and prefiller.alive:
-            prefiller.cancel(attempt, failure)
+        self._cancel(attempt, failure)
         self._gateway.failed(attempt, failure)
+
+    def _cancel(self, attempt: Try | None, failure: Failure) -> None:
+        prefiller = None if attempt is None else self._site.prefillers.get(attempt.placement.prefill.id)
+        if attempt is not None and prefiller is not None and prefiller.alive:
+            prefiller.cancel(attempt, failure)
 
     def _kill_store(self, node: NodeId) -> None:
         store = self._site.stores[node]

@@ -20,6 +20,7 @@ from moonpool.sim.costs import compute_s, prefill_s, tokens_left
 from moonpool.sim.prefix import Prefix
 from moonpool.sim.sending import Sending
 from moonpool.sim.site import Site
+from moonpool.sim.span_receiver import SpanReceiver
 from moonpool.sim.store_node import StoreNode
 
 WHOLE = 1 << 40  # tokens in a chunk where prompts are computed whole
@@ -48,6 +49,7 @@ class PrefillNode:
         self._site = site
         self._size = cluster.model.block_tokens
         self._cost = cluster.prefill
+        self.receiver = SpanReceiver(site, member, self)
         self._sending = Sending(site, member.node, self._broke, self._quiet)
         self._timings: list[PrefillTiming] = []
         self._links: list[LinkTiming] = []
@@ -64,21 +66,52 @@ class PrefillNode:
     # -- what decode nodes ask -----------------------------------------------------------------------------------------
 
     def submit(self, attempt: Try) -> None:
-        now = self._site.clock.now
-        work = prefill_s(self._cost, attempt.tokens, self._expected(attempt))
-        self.planner.submit(
-            attempt.key, attempt.tokens, attempt.placement.decode.node, now, work, tenant=attempt.request.use.tenant
-        )
-        attempt.queued_at = now
+        if attempt.placement.helpers:
+            self.jobs[attempt.key] = attempt
+            try:
+                self.receiver.ask(attempt)
+            except Busy:
+                del self.jobs[attempt.key]
+                raise
+            return
+        self._queue(attempt, prefill_s(self._cost, attempt.tokens, self._expected(attempt)))
         self.jobs[attempt.key] = attempt
-        self._works[attempt.key] = work
-        self.backlog_s += work
         request = attempt.request
-        keys, use = request.keys, request.use
+        keys, use = request.keys[: attempt.tokens // self._size], request.use
         attempt.prefix = Prefix(self._store, self._site.links, keys, use, lambda: self._arrived(attempt))
         if self._cost.early:
             self._bring(attempt)
         self._go()
+
+    def _queue(self, attempt: Try, work: float) -> None:
+        """Busy: the queue is full."""
+        now, lane, tenant = self._site.clock.now, attempt.placement.decode.node, attempt.request.use.tenant
+        self.planner.submit(attempt.key, attempt.tokens, lane, now, work, tenant=tenant)
+        attempt.queued_at = now
+        self._works[attempt.key] = work
+        self.backlog_s += work
+
+    # -- of a group --------------------------------------------------------------------------------------------------
+
+    def queue_span(self, attempt: Try) -> None:
+        if attempt.key in self.jobs:
+            attempt.prefix = Prefix(self._store, self._site.links, (), attempt.request.use, lambda: None)
+            self._queue(attempt, prefill_s(self._cost, attempt.tokens, attempt.begin))
+            self._go()
+
+    def before_here(self, attempt: Try) -> None:
+        """The last layer is computed after that."""
+        if self._computing is attempt:
+            self._ends_at = max(self._ends_at, self._site.clock.now + attempt.layer_s)
+            self._timer = self._site.clock.at(self._ends_at, lambda: self._computed(attempt))
+
+    def before_lost(self, attempt: Try, failure: Failure) -> None:
+        if attempt.key in self.jobs and not attempt.source.stop:
+            self._sending.perform(attempt, attempt.source.failed(failure))
+            self._stop(attempt)
+            self._go()
+
+    # -- what decode nodes ask, too ------------------------------------------------------------------------------------
 
     def cancel(self, attempt: Try, why: Failure) -> None:
         """A no-op once it has ended."""
@@ -135,17 +168,18 @@ class PrefillNode:
             return False
         attempt.landing, attempt.begun_at = landing, now
         self.backlog_s -= self._works.pop(attempt.key)
-        self._site.front.begun(attempt)
+        if attempt.before is None:
+            self._site.front.begun(attempt)
         self._sending.perform(attempt, attempt.source.granted(landing))
         assert attempt.prefix is not None
         if self._cost.early:
             attempt.prefix.pin()  # more may have come to lie here while the job waited
-        else:
+        elif attempt.before is None:
             self._bring(attempt)
         self._computing = attempt
         have, first, end = attempt.prefix.reused()
-        start = have if first > have else end
-        self.planner.granted(attempt.key, min(start * self._size, attempt.tokens - 1))
+        start = (have if first > have else end) * self._size if attempt.before is None else attempt.begin
+        self.planner.granted(attempt.key, min(start, attempt.tokens - 1))
         self._schedule(attempt, now)
         self._sending.open(attempt, self._ends_at - now)
         return True
@@ -157,8 +191,15 @@ class PrefillNode:
         front, rest, loaded, computed = self._work(attempt)
         attempt.cached = attempt.tokens - computed
         self._factor = self._site.noise.factor()
-        self._ends_at = begun + self._factor * (self._cost.a + front + rest + self._cost.d * loaded)
+        work = self._factor * (self._cost.a + front + rest + self._cost.d * loaded)
+        attempt.layer_s = work / self._site.cluster.model.layers
+        attempt.computes_at = begun if attempt.before is None else begun + self.receiver.behind_s(attempt)
+        self._ends_at = attempt.computes_at + work
         assert attempt.prefix is not None
+        if attempt.before is not None:
+            if attempt.before.handed_on:
+                self.before_here(attempt)
+            return  # else ``before_here`` goes on
         if attempt.prefix.pending:
             return  # ``_arrived`` goes on
         self._timer = self._site.clock.at(self._ends_at, lambda: self._computed(attempt))
@@ -166,6 +207,9 @@ class PrefillNode:
     def _work(self, attempt: Try) -> tuple[float, float, int, int]:
         """Seconds before and after the blocks that are fetched; tokens loaded, and computed."""
         assert attempt.prefix is not None
+        if attempt.before is not None:
+            begin = attempt.begin
+            return 0.0, compute_s(self._cost, begin, attempt.tokens), begin, attempt.tokens - begin
         have, first, end = (min(blocks * self._size, attempt.tokens - 1) for blocks in attempt.prefix.reused())
         front = compute_s(self._cost, have, first)
         rest = compute_s(self._cost, end, attempt.tokens)
@@ -204,20 +248,21 @@ class PrefillNode:
         attempt.request.outcome.prefill_s += attempt.prefill_s
         loaded = attempt.cached
         wait = max(attempt.prefill_s - self._factor * prefill_s(self._cost, attempt.tokens, loaded), 0.0)
-        timing = PrefillTiming(attempt.tokens, loaded, attempt.prefill_s, wait, loaded)
+        fetch = wait if attempt.before is not None else 0.0  # not its own doing: of a group it waits for the one before
+        timing = PrefillTiming(attempt.tokens, loaded, attempt.prefill_s, wait, loaded, fetch)
         self._timings.append(timing)
         self._run_chunks(attempt)
         attempt.prefix.computed()
-        if self._site.cluster.keep != "decode":
+        if self._site.cluster.keep != "decode" and attempt.after is None:
             self._store.store(attempt.request.keys, attempt.request.use)
         attempt.prefix.close()
         self.planner.leave(attempt.key)
-        refusal = self._site.teller.prefilled(attempt.request.id)
+        refusal = None if attempt.after is not None else self._site.teller.prefilled(attempt.request.id)
         if refusal is not None:
             self._site.front.refused(attempt, refusal)
         else:
             ends = attempt.tokens + 1 >= attempt.ends_at
-            first = FirstToken(Sampled(TOKEN), min(loaded, attempt.request.prompt_tokens), ends, timing)
+            first = FirstToken(Sampled(TOKEN), min(attempt.found, attempt.request.prompt_tokens), ends, timing)
             self._sending.perform(attempt, attempt.source.sampled(first))
         before = self._computing
         self._go()
@@ -257,6 +302,7 @@ class PrefillNode:
         self.backlog_s -= self._works.pop(attempt.key, 0.0)
         if attempt.prefix is not None:
             attempt.prefix.close()
+        self.receiver.let_go(attempt)
         if attempt.source.state is State.ABANDONING:
             self._sending.perform(attempt, attempt.source.stopped())
 
@@ -278,7 +324,8 @@ class PrefillNode:
 
     def _left(self, job: Try) -> int:
         if job is not self._computing:
-            return self.planner.remaining(job.key)
+            waits = job.before is not None and job.prefix is None
+            return job.tokens - job.begin if waits else self.planner.remaining(job.key)
         return tokens_left(self._cost, job.tokens, max(self._ends_at - self._site.clock.now - self._cost.a, 0.0))
 
     @property

@@ -49,7 +49,7 @@ class Sending:
 
     def computed(self, attempt: Try, chunk: Chunk) -> None:
         """``chunk`` is in pages."""
-        if self._coarse:
+        if self._as_one_piece(attempt):
             blocks = [Block(0, attempt.pages[0], self._size)] if chunk.last else []
         else:
             first = 0 if chunk.number == 0 else chunk.start // self._size
@@ -57,12 +57,15 @@ class Sending:
             blocks = [self._block(attempt, index) for index in range(first, end)]
         self.perform(attempt, attempt.source.layer(chunk.number, 0, blocks))
 
+    def _as_one_piece(self, attempt: Try) -> bool:
+        return self._coarse or attempt.after is not None
+
     def _block(self, attempt: Try, index: int) -> Block:
         return Block(index, attempt.pages[index], min(attempt.tokens - index * self._size, self._size))
 
     def _bytes(self, attempt: Try) -> float:
         assert attempt.landing is not None
-        tokens = attempt.tokens if self._coarse else sum(slot.valid for slot in attempt.landing.slots)
+        tokens = attempt.tokens if self._as_one_piece(attempt) else sum(slot.valid for slot in attempt.landing.slots)
         return float(tokens * self._site.token_bytes)
 
     def _pushed(self, attempt: Try, ok: bool) -> None:

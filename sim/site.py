@@ -54,8 +54,11 @@ class Prefiller(Protocol):
 
 
 class Decoder(Protocol):
-    member: Member
-    alive: bool
+    @property
+    def member(self) -> Member: ...
+
+    @property
+    def alive(self) -> bool: ...
 
     def grant(self, attempt: Try) -> Landing:
         """Busy: no room now. PeerSilent: the store node is gone."""

@@ -21,6 +21,7 @@ from moonpool.scheduler.choice import decoder_for
 from moonpool.scheduler.colocate import Limits, colocated
 from moonpool.scheduler.costs import TIE_S, least, work_seconds
 from moonpool.scheduler.fetching import fetching
+from moonpool.scheduler.grouping import Grouping, grouped
 from moonpool.scheduler.policy import Asked, Choice, Waiting
 
 PRESSED = 0.8  # of its target: a step that would already take longer now
@@ -46,8 +47,20 @@ class Moonpool:
     room: float = 0.95  # of its target for gaps: a prompt whose steps would be longer is held back; 0: none is
     held: float = 0.5  # of its target for the first token, at most
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
+    group: float = 0.0  # workers, at most, that compute one long prompt together; 0 or 1: each prompt has one
+    group_gain_s: float = 0.2  # how much sooner the first token must come for each worker more,
+    group_share: float = 0.05  # and relatively
+    group_soon_s: float = 0.5  # how long before it is free a worker may be asked to help
+    group_spare: float = 0.0  # idle workers that are left for prompts that come meanwhile
 
     def choose(self, asked: Asked) -> Choice | None:
+        choice = self._alone(asked)
+        if choice is None or self.group < 2 or choice.prefill == choice.decode:
+            return choice
+        rules = Grouping(int(self.group), self.group_gain_s, self.group_share, self.group_soon_s, int(self.group_spare))
+        return grouped(asked, choice, rules)
+
+    def _alone(self, asked: Asked) -> Choice | None:
         alone = asked.local.wait + asked.local.work
         plan = fetching(asked, _holders(asked))
         ttft = alone.copy() if plan is None else np.minimum(alone, plan.ttft)

@@ -1,0 +1,75 @@
+"""Several prefill workers on one long prompt: who helps, and where the prompt is cut between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moonpool.scheduler.board import Floats
+from moonpool.scheduler.choice import Option, predict, seats_of
+from moonpool.scheduler.costs import TIE_S
+from moonpool.scheduler.policy import Asked, Choice
+from moonpool.scheduler.spans import MOST, cut
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Up to ``most`` workers, each of which must bring the first token ``gain_s`` nearer, or ``share`` of what is left if
+    that is more. Who is free within ``soon_s`` may help; ``spare`` workers are left for prompts that come meanwhile."""
+
+    most: int
+    gain_s: float
+    share: float
+    soon_s: float
+    spare: int
+
+
+def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
+    """``choice`` with those who help its worker, as far as that pays. Its worker begins, since it has what is cached; the last
+    one to be free ends."""
+    board, most = asked.board, min(rules.most, MOST)
+    if most < 2 or choice.hold or choice.front or not board.split[choice.prefill] or board.layers < 2:
+        return choice
+    alone = predict(asked, choice)
+    if alone.work_s < 2.0 * rules.gain_s or alone.wait_s > TIE_S:
+        return choice
+    found, ttft = choice, alone.ttft.likely
+    helpers = _helpers(asked, choice, rules)[: most - 1]
+    for count in range(1, len(helpers) + 1):
+        tried = _with(asked, choice, alone, helpers[:count])
+        if tried is None:
+            break
+        soonest = predict(asked, tried).ttft.likely
+        if ttft - soonest < max(rules.gain_s, rules.share * ttft):
+            break
+        found, ttft = tried, soonest
+    return found
+
+
+def _helpers(asked: Asked, choice: Choice, rules: Grouping) -> list[int]:
+    """Who could help, soonest free first, without those who are for others: one for each that waits, and the spare ones."""
+    board = asked.board
+    free: Floats = np.maximum(board.busy_until - asked.now, 0.0)
+    (rows,) = (asked.prefills & board.split & (free <= rules.soon_s + TIE_S)).nonzero()
+    order = np.lexsort((board.last_chosen[rows], free[rows]))
+    able = [row for row in rows[order].tolist() if row != choice.prefill]
+    return able[asked.others + rules.spare :]
+
+
+def _with(asked: Asked, choice: Choice, alone: Option, helpers: Sequence[int]) -> Choice | None:
+    """``choice`` with the prompt cut between its worker and ``helpers``; None where there is too little to share."""
+    prompt, rows = asked.prompt, (choice.prefill, *helpers)
+    bounds = cut(alone.begin, prompt.tokens, prompt.block_tokens, seats_of(asked, alone.plan, rows, 0.0), asked.board.layers)
+    if bounds is None or bounds[-2] > prompt.blocks * prompt.block_tokens:
+        return None
+    ends = [bound // prompt.block_tokens for bound in bounds[1:-1]]
+    return Choice(
+        rows[-1],
+        choice.decode,
+        choice.until,
+        choice.source,
+        move=choice.move,
+        helpers=tuple(zip(rows[:-1], ends, strict=True)),
+    )
