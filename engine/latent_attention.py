@@ -60,15 +60,18 @@ class LatentAttention(torch.nn.Module):
 
 
 def _rotate_v2(query: torch.Tensor, key: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return v2.apply_rotary_emb(query, key, angles)
+    turned: tuple[torch.Tensor, torch.Tensor] = v2.apply_rotary_emb(query, key, angles)
+    return turned
 
 
 def _rotate_v3_pairs(query: torch.Tensor, key: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return v3.apply_rotary_pos_emb_interleave(query, key, *angles)
+    turned: tuple[torch.Tensor, torch.Tensor] = v3.apply_rotary_pos_emb_interleave(query, key, *angles)
+    return turned
 
 
 def _rotate_v3_halves(query: torch.Tensor, key: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return v3.apply_rotary_pos_emb(query, key, *angles)
+    turned: tuple[torch.Tensor, torch.Tensor] = v3.apply_rotary_pos_emb(query, key, *angles)
+    return turned
 
 
 def page_latents(model: torch.nn.Module) -> None:

@@ -40,7 +40,4 @@ def latent_width(config: PreTrainedConfig) -> int:
         raise refuse(f"config.json: num_key_value_heads is {kv_heads}; latent attention has one for each of {heads} heads")
     for name in ("qk_nope_head_dim", "v_head_dim"):
         one_number(config, name)
-    rotary = one_number(config, "qk_rope_head_dim")
-    if rotary % 2:
-        raise refuse(f"config.json: qk_rope_head_dim is {rotary}; it is rotated in pairs, so an even number is needed")
-    return one_number(config, "kv_lora_rank") + rotary
+    return one_number(config, "kv_lora_rank") + one_number(config, "qk_rope_head_dim")

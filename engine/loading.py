@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -21,7 +22,9 @@ from moonpool.core.layout import ITEM_BYTES, MLA
 from moonpool.core.parsing import read_json
 from moonpool.engine import attention
 from moonpool.engine.checkpoint import weight_files
+from moonpool.engine.device import available, device_of, page_bytes
 from moonpool.engine.latent_attention import page_latents
+from moonpool.engine.page_tensor import CPU
 from moonpool.engine.refusals import refuse
 from moonpool.engine.shape import Shape
 from moonpool.engine.support import Probe, check_calls, check_config, check_rope
@@ -47,12 +50,16 @@ class MemoryBudget:
 
     weights: int
     pages: int  # how many
-    page_bytes: int  # of one
-    available: int
+    page_bytes: int  # of one, on the device
+    available: int  # on the device
+    view_bytes: int = 0  # of one in the host's view; 0: the pages are that themselves
+    host_available: int | None = None  # None: the device is the host
 
     @property
     def needed(self) -> int:
-        return self.weights + self.pages * self.page_bytes
+        """On the device."""
+        on_host = self.view_bytes if self.host_available is None else 0
+        return self.weights + self.pages * (self.page_bytes + on_host)
 
     def require(self) -> None:
         """ConfigError with the numbers unless everything fits."""
@@ -68,11 +75,18 @@ class MemoryBudget:
                 "engine.page_bytes, or use a smaller model",
                 param="engine.pages",
             )
+        if self.host_available is not None and self.pages * self.view_bytes > self.host_available:
+            raise ConfigError(
+                f"engine.pages: the host's view of {self.pages} pages takes {_mib(self.pages * self.view_bytes)} of pinned "
+                f"memory, {_mib(self.host_available)} are available on this host; lower engine.pages or engine.page_bytes",
+                param="engine.pages",
+            )
 
     def __str__(self) -> str:
+        view = "" if self.host_available is None else f"; {_mib(self.pages * self.view_bytes)} pinned on the host"
         return (
             f"weights {_mib(self.weights)}, {self.pages} pages of {_mib(self.page_bytes)}, "
-            f"together {_mib(self.needed)} of {_mib(self.available)} available"
+            f"together {_mib(self.needed)} of {_mib(self.available)} available{view}"
         )
 
 
@@ -86,9 +100,13 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     shape = check_config(model_config)
     item = ITEM_BYTES[config.model.dtype]
     layout = shape.layout("", config.model.dtype, config.engine.block_tokens)
-    count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // layout.block_bytes
-    elements = sum(_elements(file) for file in weight_files(model_dir))
-    return MemoryBudget(elements * item, count, layout.block_bytes, _available())
+    device, page = device_of(config), page_bytes(layout, config.engine.kv_dtype)
+    count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // page
+    weights = item * sum(_elements(file) for file in weight_files(model_dir))
+    if device.type == "cuda":
+        return MemoryBudget(weights, count, page, available(device), layout.block_bytes, _available())
+    view = 0 if config.engine.kv_dtype == "auto" else layout.block_bytes
+    return MemoryBudget(weights, count, page, _available(), view)
 
 
 def _available() -> int:
@@ -109,7 +127,7 @@ def read_config(model_dir: Path) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         kind = _model_type(file)
         raise refuse(f"{file} is not a configuration the library knows (model_type {kind!r}): {e}") from e
 
@@ -159,8 +177,9 @@ def _elements(file: Path) -> int:
         ) from e
 
 
-def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelFacts]:
-    """The model with our attention function in every layer, probed. Weights and activations in ``config.model.dtype``."""
+def load_model(config: Config, model_dir: Path, device: torch.device = CPU) -> tuple[torch.nn.Module, ModelFacts]:
+    """The model with our attention function in every layer, probed, on ``device``. Weights and activations in
+    ``config.model.dtype``."""
     model_config = read_config(model_dir)
     shape = check_config(model_config)
     max_context = context_of(config, model_config)
@@ -189,7 +208,9 @@ def load_model(config: Config, model_dir: Path) -> tuple[torch.nn.Module, ModelF
     model.eval()
     if shape.kind == MLA:
         page_latents(model)
-    _probe(model, model_config, shape)
+    model.to(device)
+    with device:  # what is made without saying where
+        _probe(model, model_config, shape)
     vocab = int(model.get_output_embeddings().weight.shape[0])
     return model, ModelFacts(shape, vocab, max_context, _eos_ids(model))
 

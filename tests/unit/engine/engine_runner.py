@@ -112,6 +112,16 @@ class Runner:
         s.seen.tokens.append(s.forced[position] if s.forced else drawn)
 
 
+def hand_over(source: Engine, pages: Sequence[int], target: Engine, tokens: int) -> list[int]:
+    """Fresh pages of ``target`` with the bytes of ``tokens`` tokens of ``pages``; of a last block its valid tokens alone."""
+    layout, fresh = source.layout, target.pages.allocate(len(pages))
+    for i, (page, to) in enumerate(zip(pages, fresh, strict=True)):
+        valid = min(tokens - i * layout.block_tokens, layout.block_tokens)
+        rows = (layout.layers, layout.planes, layout.block_tokens, -1)
+        target.kv_bytes[to].reshape(rows)[:, :, :valid] = source.kv_bytes[page].reshape(rows)[:, :, :valid]
+    return fresh
+
+
 def assert_same(got: Transcript, want: Sequence[int], what: str) -> bool:
     """Equal ids, or a first difference at a tie, which is printed; returns whether there was one."""
     for i, (a, b) in enumerate(zip(got.tokens, want, strict=True)):
