@@ -45,7 +45,12 @@ class EngineConfig(_Values):
         description="what computes (docs/engine.md); auto: the first that can: compiled (AVX-512 bf16, bfloat16), fused, torch",
     )
     threads: int = Field(
-        0, ge=0, description="compute threads; 0: all cores in role both and where workers take turns, one each otherwise"
+        0,
+        ge=0,
+        description="compute threads of each rank; 0: all cores in role both and where workers take turns, one each otherwise",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="processes (ranks) that compute one worker's model together, each with its share of heads"
     )
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")

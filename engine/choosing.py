@@ -22,6 +22,10 @@ from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.module_backend import ModuleBackend
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.recipe import Recipe
+from moonpool.engine.tensor_parallel.backend import ParallelBackend
+from moonpool.engine.tensor_parallel.ranks import Ranks
+from moonpool.engine.tensor_parallel.sharding import unfit as unfit_for_ranks
+from moonpool.engine.tensor_parallel.start import cannot_share
 from moonpool.engine.trial import LIMITS, Trial, difference
 
 log = logging.getLogger(__name__)
@@ -42,8 +46,10 @@ def choose(
     memory: PageTensor,
     threads: int,
     own_threads: int,
+    ranks: Ranks | None = None,
 ) -> Chosen:
-    """A backend over ``memory``, which is zero afterwards. It owns ``model``, whose weights may have moved into it.
+    """A backend over ``memory``, which is zero afterwards. It owns ``model``, whose weights may have moved into it, and
+    ``ranks``, which compute with this process; None: it computes alone.
 
     ConfigError where the one that the configuration names cannot serve this model on this machine.
     """
@@ -59,15 +65,18 @@ def choose(
     if recipe is None:
         return _without_recipe(config, model, plain, memory.layout.kind)
     plain.backend.close()
-    chosen = _fastest(config, recipe, memory, threads, own_threads)
+    if ranks is None:
+        chosen = _fastest(config, recipe, memory, threads, own_threads)
+    else:
+        chosen = _on_ranks(recipe, memory, threads, ranks)
     apart, limit = difference(trial.answers(chosen.backend), want), LIMITS[memory.layout.dtype]
     if apart <= limit:
         return chosen
     name = chosen.backend.name
     chosen.backend.close()
     what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
-    if asked != "auto":
-        raise _cannot(asked, what)
+    if asked != "auto" or ranks is not None:
+        raise _cannot(name, what)
     log.warning("%s: backend %s is not used: %s; backend torch serves", model_dir, name, what)
     return Chosen(ModuleBackend(load_model(config, model_dir)[0], memory), threads, f"{name}: {what}")
 
@@ -82,6 +91,14 @@ def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, o
             raise _cannot(asked, compiled)
         note = f"not compiled: {compiled}"
     return Chosen(FusedBackend(recipe, memory), threads, note)
+
+
+def _on_ranks(recipe: Recipe, memory: PageTensor, threads: int, ranks: Ranks) -> Chosen:
+    reason = unfit_for_ranks(recipe, ranks.count + 1)
+    if reason is not None:
+        raise cannot_share(reason)
+    note = f"tensor parallel on {ranks.count + 1} ranks; not compiled: it computes on one"
+    return Chosen(ParallelBackend(recipe, memory, ranks, threads), threads, note)
 
 
 def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen | str:
@@ -105,6 +122,8 @@ def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen, kind:
         what = f"{type(model).__name__} keeps latents (multi-head latent attention), which compiled and fused do not compute"
     else:
         what = f"{type(model).__name__} is of no family that compiled and fused know, or differs from it (docs/engine.md)"
+    if config.engine.tensor_parallel > 1:
+        raise cannot_share(what)
     if config.engine.backend != "auto":
         raise _cannot(config.engine.backend, what)
     return Chosen(plain.backend, plain.torch_threads, f"neither compiled nor fused: {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.scoring import score
+from moonpool.engine.tensor_parallel.ranks import Ranks
+from moonpool.engine.tensor_parallel.start import ranks_for
 
 __all__ = ["Engine", "MemoryBudget", "Row", "load_engine", "memory_budget"]
 
@@ -69,12 +72,14 @@ class Engine:
         freed_byte: int | None,
         guides: Guides,
         hit_quantum: int = 1,
+        lost: Future[str] | None = None,
     ) -> None:
-        """``hit_quantum``: pages; matches count in multiples of it."""
+        """``hit_quantum``: pages; matches count in multiples of it. ``lost``: has a result once the engine computes no more."""
         layout, pages = memory.layout, memory.pages
         self.layout = layout
         self.backend_name = chosen.backend.name
         self.backend_note = chosen.note
+        self.lost = lost
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
@@ -183,15 +188,34 @@ def load_engine(
     """
     budget = memory_budget(config, model_dir, pages=pages)
     budget.require()
+    ranks = ranks_for(config, model_dir)
+    try:
+        return _load(config, model_dir, budget, threads, own_threads or threads, cache or default_cache(), ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _load(
+    config: Config,
+    model_dir: Path,
+    budget: MemoryBudget,
+    threads: int,
+    own_threads: int,
+    cache: Path,
+    ranks: Ranks | None,
+) -> Engine:
     attention.register()
     # Loading stays out of OpenMP: a second team of threads beside the compute thread's own makes both yield instead of spin.
     torch.set_num_threads(1)
     model, facts = load_model(config, model_dir)
-    fingerprint = model_fingerprint(model_dir, cache or default_cache())
+    fingerprint = model_fingerprint(model_dir, cache)
     layout = facts.shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
-    memory = PageTensor(layout, budget.pages)
+    shared = None if ranks is None else ranks.share_pages(budget.pages * layout.block_bytes)
+    memory = PageTensor(layout, budget.pages, memory=shared)
     return Engine(
-        choose(config, model_dir, model, facts, memory, threads, own_threads or threads),
+        choose(config, model_dir, model, facts, memory, threads, own_threads, ranks),
         memory,
         max_context=facts.max_context,
         vocab_size=facts.vocab_size,
@@ -199,4 +223,5 @@ def load_engine(
         freed_byte=config.freed_byte,
         guides=Guides(model_dir, facts.vocab_size, facts.eos_ids),
         hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
+        lost=None if ranks is None else ranks.lost,
     )

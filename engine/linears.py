@@ -13,10 +13,10 @@ PACKED = frozenset({torch.bfloat16})  # dtypes that oneDNN multiplies from block
 
 
 class Linear(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
         """[tokens, inputs] to [tokens, outputs]."""
 
-    def added(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    def added(self, x: torch.Tensor, to: torch.Tensor, /) -> torch.Tensor:
         """``self(x) + to``."""
 
 
@@ -49,7 +49,7 @@ class _Packed:
 def linear_of(projection: Projection, *, keep: bool = False) -> Linear:
     """Unless ``keep``, a packed copy takes the place of the weight, whose memory is let go at once."""
     weight = projection.weight
-    packed = _pack(weight) if weight.dtype in PACKED else None
+    packed = _pack(weight) if weight.dtype in PACKED and weight.device.type == "cpu" else None
     if packed is None:
         return _Plain(projection)
     if not keep:

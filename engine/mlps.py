@@ -13,10 +13,10 @@ from moonpool.engine.recipe import Activation, Experts, Layer, Projection
 
 
 class Mlp(Protocol):
-    def __call__(self, m: torch.Tensor) -> torch.Tensor:
+    def __call__(self, m: torch.Tensor, /) -> torch.Tensor:
         """[tokens, hidden] of normed states ``m``."""
 
-    def added(self, m: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    def added(self, m: torch.Tensor, to: torch.Tensor, /) -> torch.Tensor:
         """``self(m) + to``."""
 
 

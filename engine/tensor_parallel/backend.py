@@ -1,0 +1,138 @@
+"""Rank 0 of a worker: tells the others what to compute, computes its own part, and runs the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moonpool.core.errors import TransferFailed
+from moonpool.engine.backends import Hook, Span
+from moonpool.engine.fused_backend import FusedBackend
+from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.paged_kernels import compiled_attention
+from moonpool.engine.recipe import Layer, Recipe
+from moonpool.engine.tensor_parallel.line import Step
+from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Parted, Stopped
+from moonpool.engine.tensor_parallel.rank import Start
+from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks
+from moonpool.engine.tensor_parallel.sharding import Share, columns, let_go, shared, shared_layer
+
+
+class ParallelBackend:
+    """A recipe on several ranks. It ends the other ranks when it is closed."""
+
+    name = "fused"
+
+    @torch.inference_mode()
+    def __init__(self, recipe: Recipe, memory: PageTensor, ranks: Ranks, threads: int) -> None:
+        """``memory`` is what the ranks share. ``threads``: of each rank. PeerSilent where a rank ends meanwhile.
+
+        ``recipe`` gives its weights away, layer by layer: never more than one layer lies in memory twice.
+        """
+        self._ranks = ranks
+        size = ranks.count + 1
+        width = columns(recipe.vocabulary, size)
+        try:
+            self._introduce(recipe, memory, threads, width)
+            own = shared(recipe, Share(0, size), self._hand_out(recipe))
+            compiled_attention(memory.layout.dtype)
+            group = GlooGroup(ranks.folder, 0, size, STEP_S)
+        except (OSError, RuntimeError) as e:
+            raise ranks.gone(e) from e
+        if recipe.head.weight is not recipe.embedding:
+            recipe.head.let_go()
+        ranks.remove_folder()
+        self._whole = replace(own, layers=())
+        self._meeting = Meeting(group, len(recipe.layers), recipe.hidden, width, recipe.dtype)
+        mine = PageTensor(
+            memory.layout,
+            memory.pages,
+            memory=memory.tensor.view(-1).view(torch.uint8),
+            heads=Share(0, size).kv_heads(recipe.kv_heads),
+        )
+        self._part = FusedBackend(own, mine, reduce=self._meeting.sum)
+
+    def _introduce(self, recipe: Recipe, memory: PageTensor, threads: int, width: int) -> None:
+        pages = self._ranks.pages
+        assert pages is not None
+        size = self._ranks.count + 1
+        for rank, line in enumerate(self._ranks.lines, start=1):
+            share = Share(rank, size)
+            heads = share.kv_heads(recipe.kv_heads)
+            start = Start(
+                rank=rank,
+                ranks=size,
+                folder=str(self._ranks.folder),
+                threads=threads,
+                layout=asdict(memory.layout),
+                pages=memory.pages,
+                layers=len(recipe.layers),
+                kv_heads=(heads.start, heads.stop),
+                columns=width,
+                timeout_s=STEP_S,
+            )
+            line.send_record(asdict(start))
+            line.send_fd(pages.fd)
+            line.send_part(shared(recipe, share, ()))
+
+    def _hand_out(self, recipe: Recipe) -> tuple[Layer, ...]:
+        own = []
+        for layer in recipe.layers:
+            for rank, line in enumerate(self._ranks.lines, start=1):
+                line.send_part(shared_layer(recipe, layer, Share(rank, self._ranks.count + 1)))
+            own.append(shared_layer(recipe, layer, Share(0, self._ranks.count + 1)))
+            let_go(layer)
+        return tuple(own)
+
+    def forward(
+        self,
+        ids: NDArray[np.int64],
+        spans: Sequence[Span],
+        wanted: Sequence[int],
+        before_layer: Hook | None,
+        on_layer: Hook | None,
+    ) -> torch.Tensor:
+        """PeerSilent where another rank is gone, then and in every later step; TransferFailed where one could not compute."""
+        self._ranks.require()
+        x = self._part.embedded(ids)
+        if before_layer is not None:
+            before_layer(0)
+        self._tell(Step(tuple(spans), tuple(wanted), x))
+        self._meeting.begin(len(x), len(wanted), before_layer, on_layer)
+        try:
+            x = self._part.through_layers(x, spans, None, None)
+            if not wanted:
+                return x.new_empty((0, self._whole.vocabulary))
+            gathered = self._meeting.gather(self._part.logits(x, wanted))
+        except Stopped as e:
+            raise TransferFailed("another rank of this worker could not compute its part of the step; its log says why") from e
+        except Parted as e:
+            raise self._ranks.gone(e) from e
+        except BaseException:
+            self._leave()
+            raise
+        assert gathered is not None  # this is rank 0
+        return self._whole.capped(gathered[:, : self._whole.vocabulary])
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._part.close()
+        del self._part, self._meeting, self._whole
+
+    def _leave(self) -> None:
+        """With all ranks; what is raised here already says more than that one of them is gone, too."""
+        try:
+            self._meeting.leave()
+        except Parted as e:
+            self._ranks.gone(e)
+
+    def _tell(self, step: Step) -> None:
+        try:
+            for line in self._ranks.lines:
+                line.send_step(step)
+        except OSError as e:
+            raise self._ranks.gone(e) from e

@@ -1,0 +1,100 @@
+"""Rank 1 or above of a worker, a process of its own: gets its share of the weights, then computes its part of every step.
+
+It has no event loop, no page pool and no say in what is computed: which pages a row has comes with the step. It ends when
+rank 0 says so, when the line to it ends, and with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from moonpool.core.layout import KVLayout
+from moonpool.engine.fused_backend import FusedBackend
+from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.paged_kernels import compiled_attention
+from moonpool.engine.recipe import Recipe
+from moonpool.engine.tensor_parallel.line import Line, Step
+from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Parted, Stopped
+from moonpool.engine.tensor_parallel.shared_pages import SharedPages
+
+_PR_SET_PDEATHSIG = 1
+EXIT_LEFT = 1  # rank 0 is gone, or does not answer
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a rank is told first."""
+
+    rank: int
+    ranks: int
+    folder: str
+    threads: int
+    layout: dict[str, str | int]
+    pages: int
+    layers: int  # whose weights come
+    kv_heads: tuple[int, int]  # first of its own, and the one behind the last
+    columns: int  # logits of one token that each rank computes
+    timeout_s: float
+
+
+class Rank:
+    def __init__(self, line: Line, start: Start) -> None:
+        self._line = line
+        layout = KVLayout(**start.layout)  # type: ignore[arg-type]
+        shared = SharedPages(line.received_fd(), start.pages * layout.block_bytes)
+        shared.close()
+        recipe: Recipe = line.part()
+        recipe = replace(recipe, layers=tuple(line.part() for _ in range(start.layers)))
+        compiled_attention(layout.dtype)
+        group = GlooGroup(Path(start.folder), start.rank, start.ranks, start.timeout_s)
+        self._hidden, self._dtype = recipe.hidden, recipe.dtype
+        self._meeting = Meeting(group, start.layers, recipe.hidden, start.columns, recipe.dtype)
+        memory = PageTensor(layout, start.pages, memory=shared.bytes, heads=range(*start.kv_heads))
+        self._part = FusedBackend(recipe, memory, reduce=self._meeting.sum)
+
+    def run(self) -> None:
+        while step := self._line.step(self._hidden, self._dtype):
+            self._compute(step)
+
+    def _compute(self, step: Step) -> None:
+        self._meeting.begin(len(step.x), len(step.wanted))
+        try:
+            x = self._part.through_layers(step.x, step.spans, None, None)
+            if step.wanted:
+                self._meeting.gather(self._part.logits(x, step.wanted))
+        except Stopped:
+            pass
+        except (MemoryError, RuntimeError):  # the step fails, this rank goes on
+            traceback.print_exc()
+            self._meeting.leave()
+
+
+def main() -> None:
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends in order, and ends this one
+    if os.getppid() != parent:
+        sys.exit(EXIT_LEFT)
+    line = Line(socket.socket(fileno=fd))
+    try:
+        start = Start(**line.record())
+        torch.set_num_threads(start.threads)
+        with torch.inference_mode():
+            Rank(line, start).run()
+    except (EOFError, ConnectionError, Parted):
+        sys.exit(EXIT_LEFT)
+    sys.stderr.flush()
+    os._exit(0)  # everything is put away; what an interpreter does at its end takes time in which rank 0 waits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The other ranks of a worker: child processes, started before the model is loaded, and gone with whoever started them.
+
+One thread starts them and waits for their ends. It lives as long as they do, because the kernel ends a child when the *thread*
+that started it has ended (PR_SET_PDEATHSIG). A rank that ends by itself is not started again: its weights are gone, and what
+the step under way wrote is not known. Whoever asked hears of it (``lost``), to end the whole worker.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from moonpool.core.errors import ConfigError, PeerSilent
+from moonpool.engine.tensor_parallel.line import Line
+from moonpool.engine.tensor_parallel.shared_pages import SharedPages
+
+STEP_S = 300.0  # within one step a rank waits no longer for another; rank 0 may wait for K/V from elsewhere meanwhile
+END_S = 3.0  # for a rank to end in order
+TOLD_S = 1.0  # between the end of a rank and that it is known
+_MODULE = "moonpool.engine.tensor_parallel.rank"
+
+
+class Ranks:
+    """Ranks 1 and above of one worker. ``lost`` has a result once one has ended by itself: which, and how."""
+
+    def __init__(self, count: int, command: Sequence[str]) -> None:
+        self.count = count
+        self.folder = Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))  # where they find one another; mode 0700
+        self.lost: Future[str] = Future()
+        self.lines: list[Line] = []
+        self.pages: SharedPages | None = None
+        self.pids: list[int] = []
+        self._command = tuple(command)
+        self._closing = threading.Event()
+        self._losing = threading.Lock()
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC)
+        self._started: Future[None] = Future()
+        self._keeper = threading.Thread(target=self._keep, name="ranks", daemon=True)
+        self._keeper.start()
+
+    @classmethod
+    def start(cls, count: int) -> Ranks:
+        """``count`` ranks beside this process, rank 0. ConfigError where one cannot be started."""
+        ranks = cls(count, (sys.executable, "-m", _MODULE))
+        try:
+            ranks._started.result()
+        except OSError as e:
+            ranks.close()
+            raise ConfigError(f"engine.tensor_parallel: a rank cannot be started: {e}", param="engine.tensor_parallel") from e
+        return ranks
+
+    def share_pages(self, size: int) -> torch.Tensor:
+        """``size`` bytes of zeros that every rank will map. ConfigError where they cannot be had."""
+        self.pages = SharedPages.create(size)
+        return self.pages.bytes
+
+    def require(self) -> None:
+        """PeerSilent where a rank has ended."""
+        if self.lost.done():
+            raise PeerSilent(self.lost.result())
+
+    def gone(self, error: BaseException) -> PeerSilent:
+        """What a step ends with that met ``error`` on its way to another rank. No step after it is computed."""
+        try:
+            return PeerSilent(self.lost.result(TOLD_S))
+        except TimeoutError:
+            self._lose(f"a rank of this worker does not answer: {error}")
+        return PeerSilent(self.lost.result())
+
+    def remove_folder(self) -> None:
+        """All have found one another."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """They end in order within ``END_S``, or are killed; no process is left."""
+        self._closing.set()
+        for line in self.lines:
+            try:
+                line.send_end()
+            except OSError:
+                pass  # it has ended
+        os.close(self._woken)
+        self._keeper.join()
+        for line in self.lines:
+            line.close()
+        os.close(self._wake)
+        if self.pages is not None:
+            self.pages.close()
+        self.remove_folder()
+
+    def _lose(self, why: str) -> None:
+        with self._losing:
+            if not self.lost.done():
+                self.lost.set_result(why)
+
+    def _keep(self) -> None:
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for _ in range(self.count):
+                children.append(self._start_one())
+            self.pids = [child.pid for child in children]
+            self._started.set_result(None)
+            self._watch(children)
+        except OSError as e:
+            if self._started.done():
+                self._lose(f"the ranks of this worker cannot be watched: {e}")
+            else:
+                self._started.set_exception(e)
+        finally:
+            _end(children, END_S if self._closing.is_set() else 0.0)
+
+    def _start_one(self) -> subprocess.Popen[bytes]:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(STEP_S)
+        self.lines.append(Line(ours))
+        with theirs:
+            return subprocess.Popen(
+                (*self._command, str(theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what it has to say is an error
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def _watch(self, children: list[subprocess.Popen[bytes]]) -> None:
+        """Until one has ended, or ``close`` was called."""
+        poll = select.poll()
+        ends = {os.pidfd_open(child.pid): number for number, child in enumerate(children)}
+        for fd in (self._wake, *ends):
+            poll.register(fd, select.POLLIN)
+        found = {fd for fd, _ in poll.poll()}
+        for fd, number in ends.items():
+            if fd in found and not self._closing.is_set():
+                code = children[number].wait()
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                self._lose(f"rank {number + 1} of this worker (process {children[number].pid}) has ended: {how}")
+            os.close(fd)
+
+
+def _end(children: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    for child in children:
+        try:
+            child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
