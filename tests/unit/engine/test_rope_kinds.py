@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from engine_runner import VOCAB, Runner, eager_logits, load_tiny, random_ids, save_tiny
-from transformers import LlamaConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from moonpool.core.errors import UnsupportedModel
 
@@ -60,6 +71,46 @@ def test_logits_equal_the_library(kind: str, old_names: bool, tmp_path: Path) ->
         torch.testing.assert_close(torch.stack(got.logits), want[19:-1], atol=2e-5, rtol=1e-5)
         got = Runner(engine).run([ids], 1, chunk=lambda start: 16)[0]
         torch.testing.assert_close(got.logits[0], want[-1], atol=2e-5, rtol=1e-5)
+
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "mistral": partial(MistralConfig, **SHAPE, sliding_window=32),
+    "qwen2": partial(Qwen2Config, **SHAPE),
+    "qwen3": partial(Qwen3Config, **SHAPE, head_dim=16),
+    "qwen3_moe": partial(Qwen3MoeConfig, **SHAPE, head_dim=16, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "gemma2": partial(Gemma2Config, **SHAPE, head_dim=16, sliding_window=32),
+    "gemma3": partial(
+        Gemma3TextConfig, **SHAPE, head_dim=16, sliding_window=32, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_the_library_with(family: str, kind: str, tmp_path: Path) -> None:
+    """Of Gemma-3 the full layers turn by ``kind``, the windowed ones as they always do."""
+    rope: dict[str, object] = {"rope_type": kind, "rope_theta": 10_000.0, **KINDS[kind]}
+    if family == "gemma3":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0}}
+    longest = ORIGINAL if kind in BY_LENGTH else 200
+    most = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    save_tiny(tmp_path, FAMILIES[family](max_position_embeddings=most, rope_parameters=rope))
+    engine = load_tiny(tmp_path, context=longest)
+    assert engine.backend_name == "fused"
+    ids = random_ids(longest, seed=longest)
+    got = Runner(engine).run([ids[:33]], longest - 33, chunk=lambda start: 16, forced=[ids[33:]])[0]
+    torch.testing.assert_close(torch.stack(got.logits), eager_logits(tmp_path, ids)[32:-1], atol=3e-5, rtol=1e-5)
+    if longest > ORIGINAL + 1:  # a chunk that lies beyond
+        got = Runner(engine).run([ids], 1, chunk=lambda start: 65)[0]
+        torch.testing.assert_close(got.logits[0], eager_logits(tmp_path, ids)[-1], atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("old_names", [False, True])

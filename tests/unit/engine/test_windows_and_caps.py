@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runner import VOCAB, Runner, eager_logits, load_tiny, random_ids, save_tiny
+from engine_runner import VOCAB, Runner, eager_logits, hand_over, load_tiny, random_ids, save_tiny
 from transformers import Gemma2Config, Gemma3TextConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from moonpool.engine.engine import Row
 
 WINDOW = 32
 SHAPE = {
@@ -58,6 +60,24 @@ def test_logits_equal_the_library_alone_chunked_batched_and_with_prefixes_beyond
         assert all(one.cached == 0 for one in got)
         for one, expected in zip(got, want, strict=True):
             torch.testing.assert_close(torch.stack(one.logits), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_prompts_around_the_window_go_on_where_other_pages_were_filled(kind: str, tmp_path: Path) -> None:
+    """Prefill by one backend, its pages and the valid tokens of the last one copied, decode by the other."""
+    save_tiny(tmp_path, CONFIGS[kind])
+    fused, module = (load_tiny(tmp_path, poison=True, backend=name) for name in ("fused", "torch"))
+    for prefill, decode in ((fused, module), (module, fused)):
+        for n in (30, 31, 32, 33, 34):
+            ids = random_ids(n + OUTPUTS, seed=n)
+            there = prefill.pages.allocate(-(-n // 16))
+            logits = [prefill.forward([Row(ids[:n], 0, there, True)])[0].clone()]
+            here = hand_over(prefill, there, decode, n)
+            here += decode.pages.allocate(-(-(n + OUTPUTS) // 16) - len(here))
+            logits += [decode.forward([Row(ids[at : at + 1], at, here, True)])[0].clone() for at in range(n, n + OUTPUTS)]
+            torch.testing.assert_close(torch.stack(logits), eager_logits(tmp_path, ids)[n - 1 :], atol=2e-5, rtol=1e-5)
+            prefill.pages.release(there)
+            decode.pages.release(here)
 
 
 def test_the_window_is_seen_in_the_reference_at_all(tmp_path: Path) -> None:
