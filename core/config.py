@@ -44,6 +44,13 @@ class EngineConfig(_Values):
         "auto",
         description="what computes (docs/engine.md); auto: the first that can: compiled (AVX-512 bf16, bfloat16), fused, torch",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where workers compute and keep pages (docs/gpu.md); auto: the first GPU that torch sees, else the CPU"
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="how device pages keep K/V (docs/gpu.md): as model.dtype, or in eight bits, which is for the backend triton",
+    )
     threads: int = Field(
         0,
         ge=0,
@@ -56,6 +63,9 @@ class EngineConfig(_Values):
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")
     page_bytes: int = Field(512 * MIB, ge=MIB, description="device memory for pages per worker, where pages is 0")
     prefill_chunk: int = Field(512, ge=1, description="tokens of prompts computed per step, at most")
+    span_tokens: int = Field(
+        8_192, ge=1, description="the same of a prompt that several prefill workers compute, each its span in one step"
+    )
     gap_ms: float = Field(
         100.0,
         ge=0,

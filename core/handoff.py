@@ -17,6 +17,7 @@ class PrefillJob:
     """``have_blocks`` leading blocks are in the decode worker's device pages already and are not sent.
 
     ``helpers`` compute what lies before this worker's span, in prompt order; the last of them is asked by this worker.
+    ``one_pass``: the reader computes a span itself, each layer once all blocks of this job have that layer.
     """
 
     attempt: Attempt
@@ -25,6 +26,7 @@ class PrefillJob:
     store_node: NodeId  # whose store node grants the landing: the decode worker's host
     have_blocks: int = 0
     helpers: tuple[Helper, ...] = ()
+    one_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class Progress:
 class ProgressWatch:
     """``began`` and ``ended`` bracket one piece of work; pieces may overlap. Each end is progress for all that are open.
 
-    A piece that legitimately takes long (a whole prompt in one step) must be cut, or ``limit_s`` be above it.
+    A piece that legitimately takes long (a whole prompt in one step) must be cut or say how it goes on, or ``limit_s`` be
+    above it.
     """
 
     def __init__(self, name: str, limit_s: float) -> None:
@@ -37,6 +38,10 @@ class ProgressWatch:
         if not self._open:
             self._last = now
         self._open += 1
+
+    def went_on(self, now: float) -> None:
+        """A part of an open piece is done."""
+        self._last = now
 
     def ended(self, now: float) -> None:
         self._open = max(0, self._open - 1)

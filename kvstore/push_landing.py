@@ -114,6 +114,10 @@ class PushLanding:
         self._pushes.append(push)
         future.add_done_callback(lambda future: self._ended(push))
 
+    async def posted(self) -> None:
+        """Until nothing that was pushed so far reads the source any more. Slices that are rejected later are read again."""
+        await self._all_ended()
+
     # Ends of pushes, first on the carrier's thread, then on the loop.
 
     def _ended(self, push: _Push) -> None:

@@ -77,14 +77,19 @@ class ChunkPlanner:
         order: Order = "fifo",
         age_weight: float = 0.1,
         wait_cap_s: float = inf,
+        span_tokens: int | None = None,
     ) -> None:
-        """``age_weight``: units of predicted work that a second of waiting is worth; with 0 only the cap ends a long wait."""
+        """``age_weight``: units of predicted work that a second of waiting is worth; with 0 only the cap ends a long wait.
+
+        ``span_tokens``: of one pass at most where a worker waits for all of it; None: as ``chunk_tokens``.
+        """
         self._queue_limit = queue_limit
         self._age_s = age_ms / 1000
         self._shortest = order == "shortest"
         self._age_weight = age_weight
         self._wait_cap_s = wait_cap_s
         self.chunk_tokens = chunk_tokens
+        self.span_tokens = span_tokens or chunk_tokens
         self._block_tokens = block_tokens
         self._jobs: dict[JobKey, _Entry] = {}
         self._current: JobKey | None = None
@@ -186,13 +191,15 @@ class ChunkPlanner:
         """Tokens of the running job whose KV exists."""
         return self._entry(key, Stage.COMPUTING).done
 
-    def chunk(self, key: JobKey, until: int | None = None, tokens: int | None = None) -> Chunk:
+    def chunk(self, key: JobKey, until: int | None = None, tokens: int | None = None, *, one_pass: bool = False) -> Chunk:
         """What to compute next of the running job; not beyond token ``until``, a block border, where one is given.
 
-        At most ``tokens``, or the rest of a block, where the cores are shared.
+        At most ``tokens``, or the rest of a block, where the cores are shared. ``one_pass``: as much as one pass may take,
+        for whoever waits for every layer of all of it.
         """
         entry = self._entry(key, Stage.COMPUTING)
         most = self.chunk_tokens if tokens is None else min(tokens, self.chunk_tokens)
+        most = self.span_tokens if one_pass else most
         end = chunk_end(entry.done, entry.total, most, self._block_tokens)
         if until is not None and entry.done < until:
             end = min(end, until)

@@ -22,6 +22,7 @@ from moonpool.prefill_worker.job import Job
 from moonpool.prefill_worker.pace import Arrivals, Pace, patience_s
 from moonpool.prefill_worker.prefix import (
     Found,
+    Load,
     PrefixLoad,
     Wait,
     find_elsewhere,
@@ -68,13 +69,15 @@ class Incoming:
         left_ms = int(work.job.attempt.deadline_ms - (begun - work.life.at[Instant.QUEUED]) * 1000)
         wait = Wait(self._pace, self._size, left_ms, work.job.attempt.request.use)
         where = self._link.client, self._link.node, self._peers, work.keys
-        work.ahead = fetch_ahead(*where, work.matched, work.job.segments, wait)
+        if not work.job.helpers:
+            work.ahead = fetch_ahead(*where, work.matched, work.job.segments, wait)
         here = asyncio.create_task(find_here(self._link.client, work.keys, work.matched, wait))
         found = await self._or_late(work, here, work.matched, len(work.keys), None)
         if found is not None:
             work.found = found
             found.cut(work.matched, self._engine.pages.quantum)
-            await self._find_elsewhere(work, wait)
+            if not work.job.helpers:  # else the first of them fetches
+                await self._find_elsewhere(work, wait)
             found.cut(work.matched, self._engine.pages.quantum)
         work.load_seconds = time.monotonic() - begun
         blocks = work.matched + len(work.found.slots)
@@ -124,7 +127,7 @@ class Incoming:
         assert found.client is not None
         slots = found.slots[skip:]
         pages = work.pages[first : first + len(slots)]
-        load = PrefixLoad(found.client, slots, first, pages, self._engine.kv_bytes, self._engine.layout)
+        load = PrefixLoad(found.client, slots, first, pages, self._engine.view, self._engine.layout)
         work.loads.append(load)
         load.start(self._thread)
 
@@ -184,9 +187,10 @@ class Incoming:
         work.ahead_tokens += used
         self._planner.skip(work.key, until)
 
-    async def shorten(self, work: Job, load: PrefixLoad, blocks: int) -> None:
+    async def shorten(self, work: Job, load: Load, blocks: int) -> None:
         """A loaded block is bad: it is no longer findable, and everything from it on is computed."""
-        self._counts["prefix_blocks_lost"] += load.trusted - blocks
+        if load is not work.span:
+            self._counts["prefix_blocks_lost"] += load.trusted - blocks
         if load.bad is not None:
             await quarantine(self._link.client, *load.bad)
         for later in work.loads:
@@ -199,7 +203,7 @@ class Incoming:
         lost = self._planner.done(work.key) - start
         from_ahead = min(lost, work.ahead_tokens)
         work.ahead_tokens -= from_ahead
-        work.start = min(work.start, start)
+        work.start, work.reused = min(work.start, start), min(work.reused, start)
         self._planner.restart(work.key, start)
 
     async def leave(self, work: Job) -> None:

@@ -38,7 +38,8 @@ from moonpool.prefill_worker.handoff_source import (
     Push,
     ReleasePages,
 )
-from moonpool.prefill_worker.prefix import Found, LoadStopped, PrefixLoad
+from moonpool.prefill_worker.prefix import Found, Load, LoadStopped
+from moonpool.prefill_worker.span_load import SpanLoad
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,10 @@ class Job:
         self.published = 0  # leading blocks offered to the device-page index
         self.start = 0  # tokens reused
         self.found = Found()
-        self.loads: list[PrefixLoad] = []
+        self.loads: list[Load] = []
+        self.reused = 0  # tokens whose KV existed before; the workers before may have found more
+        self.span: SpanLoad | None = None  # what the worker before computes
+        self.one_pass = job.one_pass
         self.late: Ahead | None = None  # what should have been here before computing began
         self.ahead: Ahead | None = None
         self.fetched_blocks = 0  # of ``found``
@@ -71,6 +75,7 @@ class Job:
         self.load_seconds = 0.0
         self.due = inf  # when its first id is wanted
         self.turns: PromptTurns = Unshared()
+        self.went_on: Callable[[], None] = lambda: None  # after each layer, from the compute thread
         self.slice_s = inf
         self.landing: PushLanding | None = None
         self.draining: set[asyncio.Task[None]] = set()
@@ -194,11 +199,13 @@ class Job:
         relied = [(load, wanted) for load in self.loads if (wanted := load.needed(before))]
         blocks = tuple(self._blocks_of(chunk))
         reused = tuple(self._untold_blocks(chunk))
+        self._engine.view.gone_out([block.page for block in reused])  # what this worker computed in another role
 
         def before_layer(layer: int) -> None:
             if self.source.stop:
                 raise LoadStopped
             self.turns.between_layers()
+            self.went_on()
             if relied:
                 self._wait_for(layer, relied)
                 if layer == self._engine.layout.layers - 1:
@@ -222,7 +229,7 @@ class Job:
             state.allowed = self._engine.guides.allowed_by(state.params, state.outputs)
         return tuple(sample(logits.expand(len(states), -1), states, self._engine.eos_ids))
 
-    def _wait_for(self, layer: int, loads: list[tuple[PrefixLoad, int]]) -> None:
+    def _wait_for(self, layer: int, loads: list[tuple[Load, int]]) -> None:
         """Others compute meanwhile."""
         late = [(load, wanted) for load, wanted in loads if not load.has(layer, wanted)]
         if not late:
@@ -277,7 +284,9 @@ class Job:
 
 
 def planned_blocks(job: PrefillJob) -> int:
-    """How many its placement says need not be computed."""
+    """How many its placement says need not be computed here."""
+    if job.helpers:
+        return job.helpers[-1].until
     return sum(part.count for part in job.segments if part.source is not Source.RECOMPUTE)
 
 

@@ -9,6 +9,8 @@ MIN_MS = 20  # below this a measurement says little
 LATE = 1.5  # times the expected time: blocks that take longer to come are late
 LATE_SHARE = 0.5  # of the time of computing them: nothing is waited for longer before computing begins,
 LATE_FLOOR_S = 0.3  # but so long at least: below, computing twice costs more than it saves
+SPAN_FLOOR_S = 1.0  # the same of blocks that another worker computes
+SEEN_SHARE = 0.1  # of them, from where on their pace says when the last will be here
 
 
 class Pace:
@@ -63,3 +65,16 @@ def patience_s(expected_s: float | None, computing_s: float) -> float:
     if expected_s is not None:
         longest = min(longest, LATE * expected_s)
     return max(longest, LATE_FLOOR_S)
+
+
+def worth_waiting(still_s: float, since_first_s: float, came: float, computing_s: float) -> bool:
+    """Whether blocks that another worker computes are waited for, where computing all of them here takes ``computing_s``.
+
+    The share ``came`` of their slices came in ``since_first_s``, the last of them ``still_s`` ago (or none since they were
+    asked for). Nothing may come for LATE_SHARE of that time, and no pace may leave more to wait for than all of it.
+    """
+    if still_s > max(LATE_SHARE * computing_s, SPAN_FLOOR_S):
+        return False
+    if came < SEEN_SHARE:
+        return True
+    return since_first_s * (1.0 - came) / came <= max(computing_s, SPAN_FLOOR_S)

@@ -14,9 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Protocol
 
 from moonpool.core.errors import DigestMismatch, MoonpoolError
 from moonpool.core.hits import usable
@@ -24,6 +22,7 @@ from moonpool.core.ids import NodeId
 from moonpool.core.landing import SlotRef, Ticket
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import LinkTiming, Member, Peers
+from moonpool.core.page_view import PageView
 from moonpool.core.placement import Segment, Source
 from moonpool.core.use import Use
 from moonpool.kvstore.client import WorkerStore
@@ -35,10 +34,33 @@ CONNECT_MS = 500  # more for a fetch: the first one from a node makes connection
 log = logging.getLogger(__name__)
 
 
+class Load(Protocol):
+    """Blocks of a prompt, from block ``first`` on, that come into pages layer by layer while others are computed.
+
+    ``trusted`` of them are not to be computed. ``bad``: (slot, layer) of a copy that failed its digest.
+    """
+
+    first: int
+    trusted: int
+
+    @property
+    def bad(self) -> tuple[SlotRef, int] | None: ...
+
+    def needed(self, blocks: int) -> int: ...
+
+    def has(self, layer: int, blocks: int) -> bool: ...
+
+    def wait(self, layer: int, blocks: int) -> None: ...
+
+    def stop(self) -> None: ...
+
+    async def ended(self) -> None: ...
+
+
 class PrefixLost(Exception):
     """Only the first ``blocks`` of the blocks of ``load`` are good: the rest must be computed."""
 
-    def __init__(self, load: PrefixLoad, blocks: int) -> None:
+    def __init__(self, load: Load, blocks: int) -> None:
         super().__init__(f"{blocks} blocks of the prefix are left")
         self.load = load
         self.blocks = blocks
@@ -231,14 +253,14 @@ class PrefixLoad:
         slots: Sequence[SlotRef],
         first: int,
         pages: Sequence[int],
-        kv_bytes: NDArray[np.uint8],
+        view: PageView,
         layout: KVLayout,
     ) -> None:
         """``pages[i]`` takes ``slots[i]``, block ``first + i`` of the prompt. The caller holds both until ``ended``."""
         self._client = client
         self._slots = slots
         self._pages = pages
-        self._kv_bytes = kv_bytes
+        self._view = view
         self._layout = layout
         self._changed = threading.Condition()
         self._layers_in = 0
@@ -283,6 +305,7 @@ class PrefixLoad:
     def _run(self) -> None:
         for layer in range(self._layout.layers):
             self._load_layer(layer)
+            self._view.came_in(layer, self._pages[: self.blocks])
             with self._changed:
                 self._layers_in = layer + 1
                 self._changed.notify_all()
@@ -292,7 +315,7 @@ class PrefixLoad:
             if self._stopped or i >= self.blocks:
                 return
             try:
-                self._client.read_slice(slot, layer, self._kv_bytes[page, layer], self._layout.block_tokens)
+                self._client.read_slice(slot, layer, self._view.bytes[page, layer], self._layout.block_tokens)
             except DigestMismatch:
                 self._lose(i, (slot, layer))
             except MoonpoolError as e:  # the session is over: what was read is good, but no block of it is whole

@@ -20,13 +20,13 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.errors import Busy, Failure, MoonpoolError, PeerSilent
 from moonpool.core.handoff import FirstToken
 from moonpool.core.lifetime import Instant
-from moonpool.core.membership import LinkTiming, Peers, PrefillTiming
+from moonpool.core.membership import LinkTiming, Member, Peers, PrefillTiming
 from moonpool.core.progress import ProgressWatch
 from moonpool.core.request import Sampled
 from moonpool.engine.engine import Engine
 from moonpool.engine.pages import OutOfPages
 from moonpool.engine.permit import PromptTurns
-from moonpool.kvstore.link import StoreLink
+from moonpool.kvstore.handoffs.handoffs import Handoffs
 from moonpool.kvstore.pusher import Pusher, PushLanding
 from moonpool.prefill_worker.chunk_planner import Chunk, ChunkPlanner
 from moonpool.prefill_worker.incoming import MAX_TIMINGS, Incoming
@@ -34,6 +34,7 @@ from moonpool.prefill_worker.job import Job, give_up_landing, private_keys
 from moonpool.prefill_worker.pace import Pace
 from moonpool.prefill_worker.prefix import LoadStopped, PrefixLost
 from moonpool.prefill_worker.slices import Slices
+from moonpool.prefill_worker.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +44,18 @@ class Runner:
 
     def __init__(
         self,
+        member: Member,
         engine: Engine,
         peers: Peers,
         planner: ChunkPlanner,
-        link: StoreLink,
+        handoffs: Handoffs,
         pusher: Pusher,
         turns: PromptTurns,
         *,
         reuse: bool,
         stuck_s: float,
     ) -> None:
-        self._engine, self._peers, self._planner, self._link, self._pusher = engine, peers, planner, link, pusher
+        self._engine, self._peers, self._planner, self._pusher = engine, peers, planner, pusher
         self._reuse = reuse
         self.pace = Pace()
         self.turns = turns
@@ -63,7 +65,8 @@ class Runner:
         self._late: set[asyncio.Task[Any]] = set()
         self.timings: deque[PrefillTiming] = deque(maxlen=MAX_TIMINGS)
         self.counts: Counter[str] = Counter()
-        self._incoming = Incoming(engine, peers, planner, link, self.pace, self.counts, self._behind)
+        self._incoming = Incoming(engine, peers, planner, handoffs.link, self.pace, self.counts, self._behind)
+        self._spans = Spans(member, engine.layout, handoffs, self.pace, self.counts)
 
     @property
     def links(self) -> deque[LinkTiming]:
@@ -88,12 +91,14 @@ class Runner:
         await asyncio.to_thread(self._compute_thread.shutdown)
         self.turns.close()
         await self._incoming.close()
+        await self._spans.close()
         await asyncio.gather(*self._late, return_exceptions=True)
 
     async def _begin(self, work: Job) -> bool:
         """Pages, landing, prefix. False: not now (the job waits on), or it ended."""
         work.taken = time.monotonic()
         work.turns = self.turns
+        work.went_on = lambda: self.watch.went_on(time.monotonic())
         work.life.stamp(Instant.PREFILL_BEGUN, work.taken)
         try:
             self._take_pages(work)
@@ -109,6 +114,9 @@ class Runner:
             return False
         if self._reuse and work.reuses:
             await self._incoming.find(work)
+        work.reused = work.start
+        if work.reuses:
+            self._spans.ask(work)
         if work.ended():
             return False
         self._planner.granted(work.key, work.start)
@@ -185,7 +193,8 @@ class Runner:
                 return
             now, done = time.monotonic(), self._planner.done(work.key)
             work.slice_s = self._slices.slice_s(self.turns.beside(), done, len(work.tokens), work.due - now)
-            chunk = self._planner.chunk(work.key, until, self._slices.chunk_tokens(work.slice_s, done))
+            tokens = self._slices.chunk_tokens(work.slice_s, done)
+            chunk = self._planner.chunk(work.key, until, tokens, one_pass=work.one_pass)
             waited_s = self.turns.waited_s + work.load_seconds
             self.watch.began(now)
             try:
@@ -193,6 +202,8 @@ class Runner:
             except LoadStopped:
                 return
             except PrefixLost as lost:
+                if lost.load is work.span and not await self._spans.alone(work, work.span):
+                    return
                 await self._incoming.shorten(work, lost.load, lost.blocks)
                 continue
             finally:
@@ -217,39 +228,45 @@ class Runner:
     def _first_token(self, work: Job, ids: tuple[Sampled, ...]) -> None:
         """``ids``: of the attempt and of its siblings; none where none is wanted."""
         now = time.monotonic()
-        size, prompt = self._engine.layout.block_tokens, len(work.job.attempt.request.prompt)
-        cached = work.start + work.ahead_tokens
+        size, tokens = self._engine.layout.block_tokens, len(work.tokens)
+        done_before = work.start + work.ahead_tokens
+        sent = work.start - work.reused  # by the worker before
         timing = PrefillTiming(
-            len(work.tokens),
-            cached,
+            tokens,
+            done_before,
             now - work.taken,
             work.load_seconds,
-            max(cached - work.matched * size, 0),
-            work.found.fetch_seconds,
+            max(done_before - work.matched * size, 0),
+            work.load_seconds if sent else work.found.fetch_seconds,
         )
+        cached = done_before - sent
+        if work.span is not None and sent:
+            cached = max(cached, min(work.span.cached_tokens, work.start))
         own = ids[0] if ids else None
-        first = FirstToken(own, min(cached, prompt), work.ends_with(ids), timing, ids[1:])
+        first = FirstToken(own, min(cached, len(work.job.attempt.request.prompt)), work.ends_with(ids), timing, ids[1:])
         work.life.stamp(Instant.FIRST_TOKEN, now)
         work.tell(lambda: work.source.sampled(first))
-        if not work.ahead_tokens:  # else it was computed in two parts, which no estimate of whole ones should learn from
+        # One computed in two parts, or a second time for want of the worker before, is none that an estimate should learn from.
+        if not work.ahead_tokens and (work.span is None or sent):
             self.timings.append(timing)
         self.links.extend(work.found.links)
-        self.pace.measured(len(work.tokens) - cached, timing.seconds - timing.load_seconds)
-        self._count_sources(work, cached)
-        self.counts["prompt_tokens"] += len(work.tokens)
-        self.counts["reused_tokens"] += cached
-        self.counts["fetched_bytes"] += work.found.fetched_bytes
+        self.pace.measured(tokens - done_before, timing.seconds - timing.load_seconds)
+        self._count_sources(work, done_before - sent, sent)
 
-    def _count_sources(self, work: Job, cached: int) -> None:
-        """Where the KV of the prompt came from, in tokens."""
-        size = self._engine.layout.block_tokens
+    def _count_sources(self, work: Job, cached: int, sent: int) -> None:
+        """Where the KV of the prompt came from, in tokens: of them ``cached`` existed, and ``sent`` another worker computed."""
+        size, tokens = self._engine.layout.block_tokens, len(work.tokens)
         device = min(work.matched * size, cached)
         remote = min(work.fetched_blocks * size + work.ahead_tokens, cached - device)
         self.counts["prefix_tokens_device"] += device
         self.counts["prefix_tokens_remote"] += remote
         self.counts["prefix_tokens_pool"] += cached - device - remote
-        self.counts["prefix_tokens_computed"] += len(work.tokens) - cached
-        work.life.facts |= {"prompt_tokens": len(work.tokens), "cached_tokens": cached, "fetched_tokens": remote}
+        self.counts["prefix_tokens_computed"] += tokens - sent - cached
+        self.counts["prompt_tokens"] += tokens - sent
+        self.counts["reused_tokens"] += cached
+        self.counts["span_tokens"] += sent
+        self.counts["fetched_bytes"] += work.found.fetched_bytes
+        work.life.facts |= {"prompt_tokens": tokens, "cached_tokens": cached, "fetched_tokens": remote}
 
     async def _leave_pages(self, work: Job) -> None:
         """Compute and prefix load have left the pages; the next job may start while this one drains."""

@@ -38,7 +38,7 @@ from moonpool.core.progress import Progress
 from moonpool.engine.engine import Engine
 from moonpool.engine.journal import PageJournal
 from moonpool.engine.permit import prompt_turns
-from moonpool.kvstore.link import StoreLink
+from moonpool.kvstore.handoffs.handoffs import Handoffs
 from moonpool.kvstore.pusher import Pusher
 from moonpool.kvstore.sealing.keys import KvKey, kv_keys
 from moonpool.prefill_worker.chunk_planner import ChunkPlanner, JobKey
@@ -46,6 +46,7 @@ from moonpool.prefill_worker.job import Job, planned_blocks
 from moonpool.prefill_worker.leaving import leave
 from moonpool.prefill_worker.runner import Runner
 from moonpool.prefill_worker.service import PrefillFace
+from moonpool.prefill_worker.spans import require_spans
 
 MAX_TIMINGS = 1_024
 TOLD_LIVES = 32  # in ``words``
@@ -68,14 +69,16 @@ class PrefillWorker:
             order=config.scheduler.order,
             age_weight=config.scheduler.age_weight,
             wait_cap_s=config.scheduler.wait_cap_ms / 1000 or math.inf,
+            span_tokens=config.engine.span_tokens,
         )
         self._jobs: dict[JobKey, Job] = {}  # until their pages are back
         self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
-        self._link = StoreLink(member, engine.layout, peers, config.timing)
+        self._handoffs = Handoffs(member, engine.layout, engine.view, peers, config.timing)  # of spans before its own
         self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer, key=kv_key)
         reuse, stuck_s = config.engine.reuse, config.timing.stuck_after_ms / 1e3
         turns = prompt_turns(config)
-        self._runner = Runner(engine, peers, self._planner, self._link, self._pusher, turns, reuse=reuse, stuck_s=stuck_s)
+        parts = member, engine, peers, self._planner, self._handoffs, self._pusher, turns
+        self._runner = Runner(*parts, reuse=reuse, stuck_s=stuck_s)
         self._journal = PageJournal(engine.pages, member.id, member.incarnation)
         self._wake = asyncio.Event()
         self._leaving = False
@@ -92,7 +95,7 @@ class PrefillWorker:
         kv_key = None if keys is None else keys.current
         worker = cls(config, engine, member, peers, load_hash_key(config.key_file(home)), kv_key)
         worker._unsubscribe = peers.subscribe(worker._peer_changed)
-        await worker._link.start()
+        await worker._handoffs.start()
         return worker
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -128,6 +131,7 @@ class PrefillWorker:
                 "shorten the prompt, or raise engine.pages",
                 param="prompt",
             )
+        require_spans(job.helpers, len(attempt.context), self._engine.layout.block_tokens)
         request = attempt.request.id
         if attempt.number <= self._newest.get(request, -1):
             raise Cancelled(f"attempt {attempt.number} of {request} is replaced by attempt {self._newest[request]}")
@@ -279,7 +283,8 @@ class PrefillWorker:
             "requests_waiting": self._planner.queued,
             "requests_running": len(self._planner) - self._planner.queued,
             "requests_draining": len(self._jobs) - len(self._planner),
-            "store_connected": float(self._link.client is not None),
+            "handoffs": len(self._handoffs),
+            "store_connected": float(self._handoffs.link.client is not None),
             "threads": threading.active_count(),
             **self._runner.turns.numbers(),
             **{f"{name}_count": value for name, value in (self._counts + self._runner.counts).items()},
@@ -336,7 +341,7 @@ class PrefillWorker:
         await asyncio.gather(self._loop_task, return_exceptions=True)
         await self._runner.close()
         await self._pusher.close()
-        await self._link.close()
+        await self._handoffs.close()
 
     async def _all_quiet(self) -> None:
         """Cancelled jobs have given their pages back, or ``CLOSE_S`` is over."""

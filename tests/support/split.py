@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 
 from moonpool.core.config import Config
 from moonpool.core.ids import Role
 from moonpool.core.membership import Liveness, Member, MemberChange
-from moonpool.core.placement import Placement, Segment
+from moonpool.core.placement import Helper, Placement, Segment
 from moonpool.core.request import Request
 from moonpool.decode_worker.worker import DecodeWorker
 from moonpool.engine.engine import Engine, load_engine
@@ -44,9 +44,11 @@ class Split:
     gateway: Gateway
     asker: Asker
 
-    def place(self, prefill: int = 0, segments: Sequence[Segment] = ()) -> None:
-        """Where the next requests go."""
-        self.gateway.placement = Placement(ref(self.prefill_members[prefill]), ref(self.decode_member), tuple(segments))
+    def place(self, prefill: int = 0, segments: Sequence[Segment] = (), *, ends: Sequence[int] = ()) -> None:
+        """Where the next requests go. ``ends``: blocks where spans of prefill workers 0, 1, .. end, before that of the last."""
+        helpers = tuple(Helper(ref(self.prefill_members[i]), end) for i, end in enumerate(ends))
+        prefill_ref, decode_ref = ref(self.prefill_members[prefill]), ref(self.decode_member)
+        self.gateway.placement = Placement(prefill_ref, decode_ref, tuple(segments), helpers=helpers)
 
     def oracle(self, request: Request) -> list[int]:
         return generate(self.decode_engine, request)
@@ -63,7 +65,7 @@ class Split:
         out: dict[str, float] = {}
         for i, worker in enumerate(self.prefills):
             numbers = worker.numbers()
-            out |= {f"prefill-{i} {name}": numbers[name] for name in ("requests_live", "pages_used")}
+            out |= {f"prefill-{i} {name}": numbers[name] for name in ("requests_live", "pages_used", "handoffs")}
         for name, store in self.stores.items():
             numbers = store.numbers()
             wanted = ("landings_open", "tickets", "reservations", "pins", "slots_reserved", "slots_fenced")
@@ -102,7 +104,7 @@ async def split_path(
     folder: Path,
     model: Path,
     *,
-    nodes: tuple[str, str] = ("a", "a"),
+    nodes: tuple[str, ...] = ("a", "a"),
     prefills: int = 1,
     slots: int = 64,
     carrier: str = "auto",
@@ -112,13 +114,15 @@ async def split_path(
     store: dict[str, Any] | None = None,
     security: dict[str, Any] | None = None,
     decode_kind: type[DecodeWorker] = DecodeWorker,
+    dtype: Literal["bfloat16", "float32"] = "float32",
     **engine: Any,
 ) -> AsyncIterator[Split]:
-    """``nodes``: of the prefill workers, of the decode worker; one store node for each node. No prefill worker: role both.
+    """``nodes``: of the prefill workers (one for each, or one for all), of the decode worker; one store node for each node. No
+    prefill worker: role both.
 
     ``store``, ``security``: values of these sections.
     """
-    base = config_for(model, **engine)
+    base = config_for(model, dtype=dtype, **engine)
     async with AsyncExitStack() as stack:
         probe = load_engine(base, model, threads=1, cache=model)
         layout = probe.layout
@@ -163,12 +167,13 @@ async def split_path(
             return started, me, loaded
 
         settings = config.model_copy(update={"engine": config.engine.model_copy(update=prefill_config or {})})
+        homes = nodes[:-1] if len(nodes) > 2 else (nodes[0],) * prefills
         made = [
-            await worker(PrefillWorker, f"prefill-{i}", Role.PREFILL, nodes[0], prefill_pages, settings)
+            await worker(PrefillWorker, f"prefill-{i}", Role.PREFILL, homes[i], prefill_pages, settings)
             for i in range(prefills)
         ]
         decode, decode_member, decode_engine = await worker(
-            decode_kind, "decode-0", Role.DECODE if prefills else Role.BOTH, nodes[1], decode_pages, config
+            decode_kind, "decode-0", Role.DECODE if prefills else Role.BOTH, nodes[-1], decode_pages, config
         )
         gateway = Gateway(decode, Placement(ref(made[0][1] if made else decode_member), ref(decode_member)))
         stack.push_async_callback(gateway.close)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from moonpool.bench.tiny_model import make_tiny_model
 from moonpool.core.blocks import BlockHasher, blocks_for, load_hash_key, namespace
@@ -25,9 +26,16 @@ from moonpool.engine.sampler import SamplerState, finish_reason, sample
 __all__ = ["Answer", "Asker", "Crowd", "Gateway", "config_for", "generate", "idle", "make_tiny_model", "member", "ref"]
 
 
-def config_for(folder: Path, *, reuse: bool = True, timing: TimingConfig | None = None, **engine: object) -> Config:
+def config_for(
+    folder: Path,
+    *,
+    dtype: Literal["bfloat16", "float32"] = "float32",
+    reuse: bool = True,
+    timing: TimingConfig | None = None,
+    **engine: object,
+) -> Config:
     return Config(
-        model=ModelConfig(path=str(folder), dtype="float32"),
+        model=ModelConfig(path=str(folder), dtype=dtype),
         engine=EngineConfig.model_validate({"block_tokens": 16, "pages": 64, "poison": True, "reuse": reuse, **engine}),
         timing=timing or TimingConfig(),
         cluster=ClusterConfig(key_file=str(folder / "hash.key"), state_dir=str(folder)),

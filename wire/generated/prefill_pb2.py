@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.wire.generated import types_pb2 as moonpool_dot_wire_dot_generated_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%moonpool/wire/generated/prefill.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\xd2\x01\n\nPrefillJob\x12%\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Attempt\x12&\n\x08segments\x18\x02 \x03(\x0b\x32\x14.moonpool.v1.Segment\x12&\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.WorkerRef\x12\x12\n\nstore_node\x18\x04 \x01(\t\x12\x13\n\x0bhave_blocks\x18\x05 \x01(\r\x12$\n\x07helpers\x18\x06 \x03(\x0b\x32\x13.moonpool.v1.Helper\".\n\x05\x42\x65gun\x12%\n\x07landing\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Landing\"\xb4\x01\n\nFirstToken\x12%\n\x07sampled\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Sampled\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x65nds_request\x18\x03 \x01(\x08\x12*\n\x06timing\x18\x04 \x01(\x0b\x32\x1a.moonpool.v1.PrefillTiming\x12&\n\x08siblings\x18\x05 \x03(\x0b\x32\x14.moonpool.v1.Sampled\"?\n\x07\x44rained\x12\x0f\n\x07landing\x18\x01 \x01(\x04\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\"\xf2\x01\n\x0cPrefillEvent\x12#\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.BegunH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.FirstTokenH\x00\x12\'\n\x07\x64rained\x18\x03 \x01(\x0b\x32\x14.moonpool.v1.DrainedH\x00\x12$\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x12.moonpool.v1.ErrorH\x00\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.moonpool.v1.PromptLogprobsH\x00\x42\x06\n\x04kind2F\n\x07Prefill\x12;\n\x03Run\x12\x17.moonpool.v1.PrefillJob\x1a\x19.moonpool.v1.PrefillEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%moonpool/wire/generated/prefill.proto\x12\x0bmoonpool.v1\x1a#moonpool/wire/generated/types.proto\"\xe4\x01\n\nPrefillJob\x12%\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Attempt\x12&\n\x08segments\x18\x02 \x03(\x0b\x32\x14.moonpool.v1.Segment\x12&\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x16.moonpool.v1.WorkerRef\x12\x12\n\nstore_node\x18\x04 \x01(\t\x12\x13\n\x0bhave_blocks\x18\x05 \x01(\r\x12$\n\x07helpers\x18\x06 \x03(\x0b\x32\x13.moonpool.v1.Helper\x12\x10\n\x08one_pass\x18\x07 \x01(\x08\".\n\x05\x42\x65gun\x12%\n\x07landing\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Landing\"\xb4\x01\n\nFirstToken\x12%\n\x07sampled\x18\x01 \x01(\x0b\x32\x14.moonpool.v1.Sampled\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x14\n\x0c\x65nds_request\x18\x03 \x01(\x08\x12*\n\x06timing\x18\x04 \x01(\x0b\x32\x1a.moonpool.v1.PrefillTiming\x12&\n\x08siblings\x18\x05 \x03(\x0b\x32\x14.moonpool.v1.Sampled\"?\n\x07\x44rained\x12\x0f\n\x07landing\x18\x01 \x01(\x04\x12\x12\n\nbytes_sent\x18\x02 \x01(\x04\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\"\xf2\x01\n\x0cPrefillEvent\x12#\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x12.moonpool.v1.BegunH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.FirstTokenH\x00\x12\'\n\x07\x64rained\x18\x03 \x01(\x0b\x32\x14.moonpool.v1.DrainedH\x00\x12$\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x12.moonpool.v1.ErrorH\x00\x12\x36\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.moonpool.v1.PromptLogprobsH\x00\x42\x06\n\x04kind2F\n\x07Prefill\x12;\n\x03Run\x12\x17.moonpool.v1.PrefillJob\x1a\x19.moonpool.v1.PrefillEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moonpool.wire.generated.pre
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLJOB']._serialized_start=92
-  _globals['_PREFILLJOB']._serialized_end=302
-  _globals['_BEGUN']._serialized_start=304
-  _globals['_BEGUN']._serialized_end=350
-  _globals['_FIRSTTOKEN']._serialized_start=353
-  _globals['_FIRSTTOKEN']._serialized_end=533
-  _globals['_DRAINED']._serialized_start=535
-  _globals['_DRAINED']._serialized_end=598
-  _globals['_PREFILLEVENT']._serialized_start=601
-  _globals['_PREFILLEVENT']._serialized_end=843
-  _globals['_PREFILL']._serialized_start=845
-  _globals['_PREFILL']._serialized_end=915
+  _globals['_PREFILLJOB']._serialized_end=320
+  _globals['_BEGUN']._serialized_start=322
+  _globals['_BEGUN']._serialized_end=368
+  _globals['_FIRSTTOKEN']._serialized_start=371
+  _globals['_FIRSTTOKEN']._serialized_end=551
+  _globals['_DRAINED']._serialized_start=553
+  _globals['_DRAINED']._serialized_end=616
+  _globals['_PREFILLEVENT']._serialized_start=619
+  _globals['_PREFILLEVENT']._serialized_end=861
+  _globals['_PREFILL']._serialized_start=863
+  _globals['_PREFILL']._serialized_end=933
 # @@protoc_insertion_point(module_scope)

@@ -29,10 +29,13 @@ class PrefillJob(message.Message):
     STORE_NODE_FIELD_NUMBER: builtins.int
     HAVE_BLOCKS_FIELD_NUMBER: builtins.int
     HELPERS_FIELD_NUMBER: builtins.int
+    ONE_PASS_FIELD_NUMBER: builtins.int
     store_node: builtins.str
     """node whose store node grants the landing: the decode worker's host"""
     have_blocks: builtins.int
     """leading blocks already in the decode worker's device pages: not to be sent"""
+    one_pass: builtins.bool
+    """the reader computes a span itself, each layer once all blocks of this job have that layer"""
     @builtins.property
     def attempt(self) -> types_pb2.Attempt: ...
     @builtins.property
@@ -52,10 +55,11 @@ class PrefillJob(message.Message):
         store_node: builtins.str = ...,
         have_blocks: builtins.int = ...,
         helpers: abc.Iterable[types_pb2.Helper] | None = ...,
+        one_pass: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode", "have_blocks", b"have_blocks", "helpers", b"helpers", "segments", b"segments", "store_node", b"store_node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["attempt", b"attempt", "decode", b"decode", "have_blocks", b"have_blocks", "helpers", b"helpers", "one_pass", b"one_pass", "segments", b"segments", "store_node", b"store_node"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,7 @@ PREFILL = (
     gauge("requests_waiting", "jobs that wait for their turn"),
     gauge("requests_running", "jobs that compute"),
     gauge("requests_draining", "jobs that are computed, and whose last bytes are on their way"),
+    gauge("handoffs", "jobs that take in what another worker of their group computes"),
     counter("jobs", "jobs taken", "jobs_count"),
     counters(
         "jobs_ended_early", "jobs that were not computed to their end", "why", by("*_count", "cancelled", "refused", "moved")
@@ -41,6 +42,10 @@ PREFILL = (
     counter("prompt_tokens", "tokens of prompts that got their first token", "prompt_tokens_count"),
     counter("reused_tokens", "of these, those that were not computed", "reused_tokens_count"),
     counters("prefix_tokens", _PREFIX, "source", by("prefix_tokens_*_count", "device", "pool", "remote", "computed")),
+    counter("span_tokens", "tokens of jobs' prompts that other workers of their group computed", "span_tokens_count"),
+    counter(
+        "spans_alone", "times that what another worker of the group should have sent was computed here", "spans_alone_count"
+    ),
     counter("fetched_bytes", "bytes that jobs had fetched from other nodes", "fetched_bytes_count"),
     counter("late_fetches", "fetches that took so long that computing began", "late_fetches_count"),
     counter("fetched_ahead_tokens", "tokens fetched while those before them were computed", "fetched_ahead_tokens_count"),

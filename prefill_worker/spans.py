@@ -1,0 +1,123 @@
+"""One long prompt over several prefill workers: each computes a span of it, and asks the one before for what lies before.
+
+After the chunked pipeline of Mooncake (FAST 2025, section 5.1), with whole weights at every worker: a span is computed in one
+pass, and layer l of it begins once layer l of everything before has come, pushed here layer by layer. To its predecessor a
+worker is what a decode worker is to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moonpool.core.errors import InvalidRequest, MoonpoolError
+from moonpool.core.handoff import PrefillJob
+from moonpool.core.layout import KVLayout
+from moonpool.core.lifetime import Instant
+from moonpool.core.membership import Member
+from moonpool.core.placement import Helper, WorkerRef
+from moonpool.core.request import SamplingParams
+from moonpool.kvstore.handoffs.handoffs import Handoffs
+from moonpool.prefill_worker.job import Job
+from moonpool.prefill_worker.pace import Pace, worth_waiting
+from moonpool.prefill_worker.span_load import SpanLoad
+
+LOOK_S = 0.05  # between two looks at how a span comes
+log = logging.getLogger(__name__)
+
+
+class Spans:
+    """For all jobs of one worker. Event-loop only."""
+
+    def __init__(self, member: Member, layout: KVLayout, handoffs: Handoffs, pace: Pace, counts: Counter[str]) -> None:
+        self._here = WorkerRef(member.id, member.incarnation, member.node, member.address)
+        self._size, self._layers = layout.block_tokens, layout.layers
+        self._handoffs, self._pace, self._counts = handoffs, pace, counts
+        self._watching: set[asyncio.Task[None]] = set()
+
+    def ask(self, work: Job) -> None:
+        """Have the worker before compute and send what lies before this worker's span, but for blocks that are here."""
+        blocks, helpers, attempt = work.start // self._size, work.job.helpers, work.job.attempt
+        if work.ended() or not helpers or helpers[-1].until <= blocks:
+            return
+        *before, last = [helper for helper in helpers if helper.until > blocks]
+        name = (attempt.request.id, attempt.number)
+        load = SpanLoad(blocks, last.until, self._layers, self._handoffs, name, last.worker.id)
+        try:
+            self._handoffs.begin(self._job(work, last, tuple(before), blocks), last.worker, work.pages[: last.until], load)
+        except MoonpoolError as e:
+            log.warning("%s is not asked for the blocks before: %s", last.worker.id, e)
+            self._counts["spans_alone"] += 1
+            return
+        work.span, work.one_pass = load, True
+        work.loads.append(load)
+        work.start = last.until * self._size
+        watching = asyncio.create_task(self._watch(work, load))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
+
+    def _job(self, work: Job, last: Helper, before: tuple[Helper, ...], have_blocks: int) -> PrefillJob:
+        attempt, until = work.job.attempt, last.until
+        # Only their KV is wanted, no id.
+        request = replace(
+            attempt.request,
+            prompt=work.tokens[: until * self._size],
+            keys=tuple(work.keys[:until]),
+            sampling=SamplingParams(max_tokens=0),
+        )
+        left_ms = max(int(self._left_s(work) * 1e3), 1)
+        cut = replace(attempt, request=request, emitted=(), deadline_ms=left_ms, siblings=())
+        return PrefillJob(cut, work.job.segments, self._here, self._here.node, have_blocks, before, one_pass=True)
+
+    def _left_s(self, work: Job) -> float:
+        return work.job.attempt.deadline_ms / 1e3 - (time.monotonic() - work.life.at[Instant.QUEUED])
+
+    async def _watch(self, work: Job, load: SpanLoad) -> None:
+        """A worker before this one that is busy or slow is not waited for longer than computing its blocks here would take."""
+        computing_s = self._pace.seconds(load.trusted * self._size)
+        while not load.over and load.failure is None:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            still_s = now - (load.last_came or load.asked)
+            since_first_s = now - load.first_came if load.first_came else 0.0
+            if not worth_waiting(still_s, since_first_s, load.came / load.slices, computing_s):
+                load.give_up(f"{load.helper} has sent {load.came} of {load.slices} slices in {now - load.asked:.1f} s")
+
+    async def alone(self, work: Job, load: SpanLoad) -> bool:
+        """``load`` is lost. True once nothing of it touches the pages any more, where there is time to compute its blocks here;
+        False where the job has ended, now or before."""
+        load.give_up("nobody waits for it")
+        await load.ended()
+        failure, landing = load.failure, work.landing
+        if work.ended() or landing is None or failure is None:
+            return False
+        posted = asyncio.create_task(landing.posted())  # of its blocks, out of pages that are about to be written again
+        if not await work.done_or_ended(posted):
+            posted.cancel()
+            return False
+        log.warning("the blocks before are computed here: %s", failure.message)
+        self._counts["spans_alone"] += 1
+        work.one_pass = work.job.one_pass
+        if self._pace.seconds(len(work.tokens) - load.first * self._size) <= self._left_s(work):
+            return True
+        work.fail(replace(failure, peer=failure.peer or load.helper))
+        return False
+
+    async def close(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+
+
+def require_spans(helpers: Sequence[Helper], tokens: int, block_tokens: int) -> None:
+    """InvalidRequest unless the spans of ``helpers`` follow one another and leave something of ``tokens`` tokens."""
+    ends = [helper.until for helper in helpers]
+    if ends and (sorted(set(ends)) != ends or ends[0] < 1 or ends[-1] * block_tokens >= tokens):
+        raise InvalidRequest(
+            f"helpers: their spans end before blocks {ends} of {tokens} tokens; each must end later and leave a token",
+            param="helpers",
+        )
