@@ -47,7 +47,7 @@ class PoolPrefix:
         if client is None or not found.slots:
             return matched
         pages = sequence.pages[matched : matched + len(found.slots)]
-        load = PrefixLoad(client, found.slots, matched, pages, self._engine.kv_bytes, self._engine.layout)
+        load = PrefixLoad(client, found.slots, matched, pages, self._engine.view, self._engine.layout)
         load.start(self._thread)
         try:
             await load.ended()

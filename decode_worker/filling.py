@@ -62,7 +62,7 @@ class Filler:
     def __init__(self, config: Config, engine: Engine, member: Member, peers: Peers, owner: FillOwner) -> None:
         self._engine, self._member, self._owner = engine, member, owner
         self._reuse = config.engine.reuse
-        self._handoffs = Handoffs(member, engine.layout, engine.kv_bytes, peers, config.timing)
+        self._handoffs = Handoffs(member, engine.layout, engine.view, peers, config.timing)
         self.link = self._handoffs.link
         self.prefix: PrefixSource | None = None
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -130,7 +130,10 @@ class BlockPublisher:
             self.given_up += len(batch)
             return 0
         try:
-            pages = [(block.key, self._engine.kv_bytes[block.page].reshape(-1)) for block in batch]
+            view, held = self._engine.view, [block.page for block in batch]
+            if view.behind(held):
+                await asyncio.to_thread(view.gone_out, held)
+            pages = [(block.key, view.bytes[block.page].reshape(-1)) for block in batch]
             stored = await store.publish(pages, batch[0].parent, batch[0].use)
         except Exception as e:
             self.given_up += len(batch)

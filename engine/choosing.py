@@ -78,7 +78,7 @@ def choose(
     if asked != "auto" or ranks is not None:
         raise _cannot(name, what)
     log.warning("%s: backend %s is not used: %s; backend torch serves", model_dir, name, what)
-    return Chosen(ModuleBackend(load_model(config, model_dir)[0], memory), threads, f"{name}: {what}")
+    return Chosen(ModuleBackend(load_model(config, model_dir, memory.device)[0], memory), threads, f"{name}: {what}")
 
 
 def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, own_threads: int) -> Chosen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,14 @@ from moonpool.engine import attention
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.checkpoint import default_cache, model_fingerprint
 from moonpool.engine.choosing import Chosen, choose
+from moonpool.engine.device import device_of, view_of
 from moonpool.engine.guides import Guides
+from moonpool.engine.host_view import HostView, OwnMemory
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
+from moonpool.engine.quantised import kept_as
 from moonpool.engine.scoring import score
 from moonpool.engine.tensor_parallel.ranks import Ranks
 from moonpool.engine.tensor_parallel.start import ranks_for
@@ -73,10 +76,11 @@ class Engine:
         guides: Guides,
         hit_quantum: int = 1,
         lost: Future[str] | None = None,
+        view: HostView | None = None,
     ) -> None:
-        """``hit_quantum``: pages; matches count in multiples of it. ``lost``: has a result once the engine computes no more."""
-        layout, pages = memory.layout, memory.pages
-        self.layout = layout
+        """``view``: what hosts see of the pages; None: the pages themselves. ``hit_quantum``: pages; matches count in multiples
+        of it. ``lost``: has a result once the engine computes no more."""
+        self.layout = memory.layout
         self.backend_name = chosen.backend.name
         self.backend_note = chosen.note
         self.lost = lost
@@ -84,16 +88,14 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
         self.guides = guides
-        self.pages = PagePool(pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
+        self.pages = PagePool(memory.pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
         self._backend = chosen.backend
         self._torch_threads = chosen.torch_threads
-        self._memory = memory
-        self.kv_bytes: NDArray[np.uint8] = (
-            self._memory.tensor[:pages].view(torch.uint8).numpy().reshape(pages, layout.layers, layout.slice_bytes)
-        )
+        self.view = OwnMemory(memory) if view is None else view
+        self.kv_bytes: NDArray[np.uint8] = self.view.bytes  # whoever writes there says so: ``view.came_in``
         self._freed_byte = freed_byte
         if freed_byte:
-            self._wipe(range(pages))
+            self._wipe(range(memory.pages))
 
     @torch.inference_mode()
     def forward(
@@ -114,25 +116,24 @@ class Engine:
         spans = self._spans(rows)
         ids = np.array([token for row in rows for token in row.tokens], dtype=np.int64)
         wanted = [at for row, span in zip(rows, spans, strict=True) for at in _wanted(row, span)]
-        return _last(rows, self._backend.forward(ids, spans, wanted, before_layer, on_layer))
+        with self.view.step(spans, before_layer, on_layer) as (before, on):
+            logits = self._backend.forward(ids, spans, wanted, before, on)
+        return _last(rows, logits.cpu())
 
     def copy_page(self, source: int, target: int) -> None:
-        """All layers of page ``source`` into ``target``: the private copy of a shared last block.
-
-        By numpy: workers call this on their event loop, which is to get no OpenMP team of its own.
-        """
-        self.kv_bytes[target] = self.kv_bytes[source]
+        """All layers of page ``source`` into ``target``: the private copy of a shared last block."""
+        self.view.copy_page(source, target)
 
     def close(self) -> None:
         """Drop weights and pages. Views of ``kv_bytes`` that others hold keep the page memory alive."""
         if self._freed_byte is not None:
-            self.kv_bytes[:] = self._freed_byte
+            self._wipe(range(self.pages.total))
         self._backend.close()
-        del self._backend, self._memory, self.kv_bytes
+        del self._backend, self.view, self.kv_bytes
 
     def _wipe(self, pages: Sequence[int]) -> None:
         assert self._freed_byte is not None
-        self.kv_bytes[np.asarray(pages, dtype=np.int64)] = self._freed_byte
+        self.view.fill(pages, self._freed_byte)
 
     def _spans(self, rows: Sequence[Row]) -> list[Span]:
         if not rows:
@@ -180,17 +181,19 @@ def load_engine(
     own_threads: int | None = None,
     pages: int | None = None,
     cache: Path | None = None,
+    make_view: Callable[[PageTensor], HostView] = view_of,
 ) -> Engine:
     """Load ``model_dir``. UnsupportedModel names what the engine refuses; ConfigError: files or memory are missing.
 
     ``threads``: of PyTorch's kernels; ``own_threads``: of a backend that has its own, as many where not given. ``pages``
     overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
+    ``make_view`` says what hosts see of the pages.
     """
     budget = memory_budget(config, model_dir, pages=pages)
     budget.require()
     ranks = ranks_for(config, model_dir)
     try:
-        return _load(config, model_dir, budget, threads, own_threads or threads, cache or default_cache(), ranks)
+        return _load(config, model_dir, budget, threads, own_threads or threads, cache or default_cache(), ranks, make_view)
     except BaseException:
         if ranks is not None:
             ranks.close()
@@ -205,17 +208,21 @@ def _load(
     own_threads: int,
     cache: Path,
     ranks: Ranks | None,
+    make_view: Callable[[PageTensor], HostView],
 ) -> Engine:
     attention.register()
     # Loading stays out of OpenMP: a second team of threads beside the compute thread's own makes both yield instead of spin.
     torch.set_num_threads(1)
-    model, facts = load_model(config, model_dir)
-    fingerprint = model_fingerprint(model_dir, cache)
+    device, kept = device_of(config), config.engine.kv_dtype
+    model, facts = load_model(config, model_dir, device)
+    fingerprint = kept_as(model_fingerprint(model_dir, cache), kept)
     layout = facts.shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
     shared = None if ranks is None else ranks.share_pages(budget.pages * layout.block_bytes)
-    memory = PageTensor(layout, budget.pages, memory=shared)
+    memory = PageTensor(layout, budget.pages, memory=shared, device=device, kept=kept)
+    with device:  # what is made without saying where
+        chosen = choose(config, model_dir, model, facts, memory, threads, own_threads, ranks)
     return Engine(
-        choose(config, model_dir, model, facts, memory, threads, own_threads, ranks),
+        chosen,
         memory,
         max_context=facts.max_context,
         vocab_size=facts.vocab_size,
@@ -224,4 +231,5 @@ def _load(
         guides=Guides(model_dir, facts.vocab_size, facts.eos_ids),
         hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
         lost=None if ranks is None else ranks.lost,
+        view=make_view(memory),
     )

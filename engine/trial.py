@@ -32,7 +32,7 @@ class Trial:
         """float32 [rows and steps, vocabulary]: all but the last token of each row, then that. Pages are zero again after."""
         prompts = self._step(backend, [(0, len(row) - 1) for row in self._rows])
         outputs = self._step(backend, [(len(row) - 1, len(row)) for row in self._rows])
-        self._memory.tensor[: sum(self._blocks())] = 0
+        self._memory.fill(range(sum(self._blocks())), 0)
         return torch.cat([*prompts, *outputs])
 
     def _blocks(self) -> list[int]:

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moonpool.core.errors import DigestMismatch, MoonpoolError
 from moonpool.core.landing import LandingSlot, SlotRef
+from moonpool.core.page_view import PageView
 from moonpool.kvstore.client import WorkerStore
 
 
@@ -27,9 +25,8 @@ class BadCopy:
 class Copier:
     """One thread for all hand-offs, in the order of the requests."""
 
-    def __init__(self, kv_bytes: NDArray[np.uint8]) -> None:
-        """``kv_bytes``: uint8 [pages, layers, slice_bytes], the device pages."""
-        self._kv_bytes = kv_bytes
+    def __init__(self, view: PageView) -> None:
+        self._view = view
         self._thread = ThreadPoolExecutor(1, "landing copy")
         self._loop = asyncio.get_running_loop()
 
@@ -63,9 +60,13 @@ class Copier:
             if stop.is_set():
                 return None
             try:
-                client.read_slice(slot.slot, layer, self._kv_bytes[page, layer], slot.valid)
+                client.read_slice(slot.slot, layer, self._view.bytes[page, layer], slot.valid)
             except DigestMismatch as e:
                 return BadCopy(e, slot.slot)
             except MoonpoolError as e:
                 return BadCopy(e, None)
+        try:
+            self._view.came_in(layer, [page for _, page in work])
+        except MoonpoolError as e:
+            return BadCopy(e, None)
         return None

@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
-import numpy as np
-from numpy.typing import NDArray
 
 from moonpool.core.config import TimingConfig
 from moonpool.core.errors import Failure, PeerSilent, Reason
@@ -21,6 +19,7 @@ from moonpool.core.ids import RequestId, Role
 from moonpool.core.landing import Landed
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, Member, MemberChange, Peers
+from moonpool.core.page_view import PageView
 from moonpool.core.placement import WorkerRef
 from moonpool.kvstore.client import LandingFailure
 from moonpool.kvstore.handoffs.copier import Copier
@@ -32,10 +31,8 @@ from moonpool.wire.channels import MAX_MESSAGE_BYTES, dial
 class Handoffs:
     """Event-loop only. ``link`` is the worker's session with its host's store node."""
 
-    def __init__(
-        self, member: Member, layout: KVLayout, kv_bytes: NDArray[np.uint8], peers: Peers, timing: TimingConfig
-    ) -> None:
-        """``kv_bytes``: uint8 [pages, layers, slice_bytes], the pages that take what lands."""
+    def __init__(self, member: Member, layout: KVLayout, view: PageView, peers: Peers, timing: TimingConfig) -> None:
+        """``view``: of the pages that take what lands."""
         self._member, self._layers, self._peers = member, layout.layers, peers
         self.link = StoreLink(
             member,
@@ -46,7 +43,7 @@ class Handoffs:
             on_failed=self._landing_failed,
             on_lost=self._store_lost,
         )
-        self._copier = Copier(kv_bytes)
+        self._copier = Copier(view)
         self._store_name = ""  # of this host's store node, once heard of
         self._handoffs: dict[tuple[RequestId, int], Handoff] = {}  # until they joined or were released
         self._channels: dict[str, grpc.aio.Channel] = {}

@@ -88,7 +88,8 @@ async def scene() -> AsyncIterator[Scene]:
 @asynccontextmanager
 async def _scene() -> AsyncIterator[Scene]:
     pages, store = PagePool(PAGES), Store()
-    engine: Any = SimpleNamespace(pages=pages, kv_bytes=np.zeros((PAGES, 1, 8), np.uint8))
+    view = SimpleNamespace(bytes=np.zeros((PAGES, 1, 8), np.uint8), behind=lambda pages: False)
+    engine: Any = SimpleNamespace(pages=pages, view=view)
     publisher = BlockPublisher(engine, lambda: store, lambda: None)
     yield Scene(pages, store, publisher)
     store.gate.set()

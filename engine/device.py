@@ -1,0 +1,79 @@
+"""On which device an engine computes and keeps its pages, and the host's view that goes with that."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from moonpool.core.config import Config
+from moonpool.core.errors import ConfigError
+from moonpool.core.layout import ITEM_BYTES, KVLayout
+from moonpool.engine.host_view import HostView, OwnMemory, StagedView
+from moonpool.engine.lanes import CudaLanes, HostLanes
+from moonpool.engine.page_tensor import CPU, PageTensor
+from moonpool.engine.quantised import Kept
+from moonpool.engine.slice_packing import Packing, TorchPacking
+
+
+def device_of(config: Config) -> torch.device:
+    """ConfigError where the one that the configuration names is not to be had, or cannot keep pages as it asks for."""
+    asked = config.engine.device
+    trouble = None if asked == "cpu" else cuda_trouble(config)
+    if asked == "cuda" and trouble is not None:
+        raise ConfigError(f"engine.device: 'cuda' cannot be used: {trouble}; use auto or cpu", param="engine.device")
+    device = CPU if asked == "cpu" or trouble is not None else torch.device("cuda", torch.cuda.current_device())
+    kept, backend = config.engine.kv_dtype, config.engine.backend
+    if kept != "auto" and backend != "triton" and not (backend == "auto" and device.type == "cuda"):
+        raise ConfigError(
+            f"engine.kv_dtype: {kept!r} is for the backend triton, and engine.backend {backend!r} is another one on "
+            f"{device.type}; use auto, or a GPU",
+            param="engine.kv_dtype",
+        )
+    return device
+
+
+def cuda_trouble(config: Config) -> str | None:
+    """Why this process cannot compute on a GPU."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        return "torch is a CPU build" if built is None else f"torch {torch.__version__} sees no GPU"
+    if find_spec("triton") is None:
+        return "the package triton, whose kernels attend there, is not installed"
+    if config.engine.tensor_parallel > 1:
+        return f"engine.tensor_parallel is {config.engine.tensor_parallel}, and ranks share page memory of the host"
+    if config.engine.backend not in ("auto", "triton"):
+        return f"engine.backend {config.engine.backend!r} computes on CPUs"
+    return None
+
+
+def page_bytes(layout: KVLayout, kept: Kept) -> int:
+    """Of one page as a device keeps it: in eight bits with an exponent for each row, or canonical."""
+    if kept == "auto":
+        return layout.block_bytes
+    rows = layout.block_bytes // layout.row_bytes
+    return rows * (layout.row_bytes // ITEM_BYTES[layout.dtype] + 1)
+
+
+def available(device: torch.device) -> int:
+    """Bytes of a GPU's memory that this process may still take."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def view_of(memory: PageTensor) -> HostView:
+    """The pages themselves where they are canonical and the host's; else a second memory beside them, pinned for a GPU."""
+    on_gpu = memory.device.type == "cuda"
+    if not on_gpu and memory.exponents is None:
+        return OwnMemory(memory)
+    layout = memory.layout
+    shape = (memory.pages, layout.layers, layout.slice_bytes)
+    host = torch.zeros(shape, dtype=torch.uint8, pin_memory=on_gpu)
+    return StagedView(memory, _packing(memory), CudaLanes(memory.device) if on_gpu else HostLanes(), host)
+
+
+def _packing(memory: PageTensor) -> Packing:
+    try:
+        from moonpool.engine.triton.packing import TritonPacking
+    except ImportError:
+        return TorchPacking(memory)
+    return TritonPacking(memory)
