@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ EXIT_STOPPED = 0
 EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
 EXIT_FENCED = 75
 EXIT_STUCK = 77  # it stood still with work pending, and nobody else ended it
+EXIT_LOST = 78  # a process that computes with it has ended
 EXIT_RESTART = 76  # it left in order, and whoever keeps it starts it anew
 CLOSE_S = 10.0  # an orderly end takes no longer than this
 COME_BACK_S = 20.0
@@ -53,7 +55,7 @@ class Made:
     ``again`` starts the service anew for a newer life of this process (in the role that its member says), keeping what
     took long to load; None where the service holds neither slots nor pins and simply goes on. ``after``: what to free once
     the service closed for good. ``leave``: what the service does for the others before it closes for good; it bounds its
-    own time.
+    own time. ``lost`` has a result, why, once the service can never do its work again: the process ends at once.
     """
 
     service: Service
@@ -61,6 +63,7 @@ class Made:
     again: Again | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
     leave: Callable[[Service], Awaitable[None]] | None = None
+    lost: Future[str] | None = None
 
 
 class BetweenLives:
@@ -116,6 +119,8 @@ class Process:
         details = {**self._made.member.details, "probe": self._probe.address}
         self._member = replace(self._made.member, details=details)
         await self._serve(face, self._made.service, self._peers)
+        if self._made.lost is not None:
+            self._made.lost.add_done_callback(self._lost)
         self._say(f"ready at {self._member.address}")
 
     def stop(self, code: int = EXIT_STOPPED) -> None:
@@ -198,6 +203,11 @@ class Process:
         """Nothing in it helps any more: whoever keeps it starts it anew. In the probe's thread."""
         self._log.error("stands still; ends itself", why=why)
         self._die(EXIT_STUCK)
+
+    def _lost(self, lost: Future[str]) -> None:
+        """What it needs is gone: whoever keeps it starts it anew. In whatever thread found out."""
+        self._log.error("cannot do its work any more; ends itself", why=lost.result())
+        self._die(EXIT_LOST)
 
     def _phase(self) -> Phase:
         if self._closing or self._ended.done():

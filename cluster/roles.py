@@ -135,7 +135,7 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
             raise Bug(f"{member.id}: the life before left {engine.pages.used} pages held")
         return await start(config, engine, member, peers), member
 
-    return Made(await start(config, engine, member, peers), member, again, [engine.close])
+    return Made(await start(config, engine, member, peers), member, again, [engine.close], lost=engine.lost)
 
 
 def with_tenant_quotas(config: Config) -> Config:

@@ -30,9 +30,9 @@ def computing(config: Config) -> int:
 
 
 def torch_threads(config: Config, role: Role) -> int:
-    """Of PyTorch's kernels."""
+    """Of PyTorch's kernels, in each rank of a worker."""
     everything = role is Role.BOTH or config.engine.permit == "on"
-    return config.engine.threads or (cores() if everything else 1)
+    return config.engine.threads or (max(1, cores() // config.engine.tensor_parallel) if everything else 1)
 
 
 def own_threads(config: Config, role: Role) -> int:

@@ -236,6 +236,7 @@ class NodeConfig(_Values):
     both: int = Field(0, ge=0)
     conductor: int = Field(0, ge=0)
     gateway: int = Field(0, ge=0)
+    tensor_parallel: int = Field(0, ge=0, le=64, description="ranks of each of its workers; 0: engine.tensor_parallel")
     labels: dict[str, str] = Field(default_factory=dict, description="labels of the Ray node it may be put on")
     resources: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict, description="custom resources of Ray that it takes"
@@ -295,6 +296,12 @@ class Config(_Values):
         """As processes of ``name`` (one of ``models``; empty: the first) are to have it."""
         model = next(m for m in self.models if name in ("", m.served_name))
         return self.model_copy(update={"model": model})
+
+    def on_node(self, node: NodeConfig) -> Config:
+        """As processes of ``node`` are to have it."""
+        if not node.tensor_parallel:
+            return self
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"tensor_parallel": node.tensor_parallel})})
 
     @property
     def freed_byte(self) -> int | None:

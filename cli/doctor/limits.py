@@ -28,9 +28,10 @@ def cores(config: Config) -> Iterator[Finding]:
 def of_cores(config: Config, own: int, group: Group) -> Finding:
     limited = "" if group.cores is None or group.cores >= own else f" (of {own}: the control group's quota)"
     usable = min(own, math.ceil(group.cores)) if group.cores is not None else own
-    workers = sum(n.prefill + n.decode + n.both for n in config.cluster.nodes)
-    text = f"{usable} cores{limited} for {workers} workers"
-    return ok(text) if workers <= usable else warn(text, "they share cores: run fewer, such as one with --role both")
+    counts = [(n.prefill + n.decode + n.both, config.on_node(n).engine.tensor_parallel) for n in config.cluster.nodes]
+    workers, ranks = sum(n for n, _ in counts), sum(n * each for n, each in counts)
+    text = f"{usable} cores{limited} for {workers} workers" + (f" of {ranks} ranks together" if ranks > workers else "")
+    return ok(text) if ranks <= usable else warn(text, "they share cores: run fewer, such as one with --role both")
 
 
 def memory(config: Config) -> Iterator[Finding]:

@@ -62,7 +62,7 @@ def plan(config: Config, *, registry: str, model_dir: Path, pools: Mapping[NodeI
                     counts[role] = number + 1
                     name = f"store-{node.name}" if role is Role.STORE else f"{role.value}-{number}"
                     gateway = role is Role.GATEWAY  # which serves all models
-                    own = _own_port(config, number) if gateway else config.of_model(node.model)
+                    own = _own_port(config, number) if gateway else config.of_model(node.model).on_node(node)
                     directory = model_dir if gateway or own.model == config.model else Path(own.model.path)
                     own = _own_ports(own, role, number, sum(counts.values()) - 1)
                     own = _own_pool(own, (pools or {}).get(NodeId(node.name), 0))

@@ -31,11 +31,16 @@ class RayNode:
 
 
 def cpus(config: Config, role: Role) -> float:
-    return config.cluster.ray_cpus.get(role, CPUS[role])
+    """Of one process and the ranks that compute with it. ``config``: its own."""
+    return config.cluster.ray_cpus.get(role, CPUS[role]) * _ranks(config, role)
 
 
 def gpus(config: Config, role: Role) -> float:
-    return config.cluster.ray_gpus_per_worker if role in COMPUTING else 0.0
+    return config.cluster.ray_gpus_per_worker * _ranks(config, role) if role in COMPUTING else 0.0
+
+
+def _ranks(config: Config, role: Role) -> int:
+    return config.engine.tensor_parallel if role in COMPUTING else 1
 
 
 def bundle(config: Config, node: NodeConfig) -> dict[str, float]:
@@ -45,10 +50,11 @@ def bundle(config: Config, node: NodeConfig) -> dict[str, float]:
             raise ConfigError(
                 f"cluster.nodes: {node.name!r} has resources.{name}; set {setting} instead", param="cluster.nodes"
             )
+    own = config.on_node(node)
     counts = {role: 1 if role is Role.STORE else int(getattr(node, role.value)) for role in Role}
     claims = {
-        "CPU": sum(cpus(config, role) * count for role, count in counts.items()),
-        "GPU": sum(gpus(config, role) * count for role, count in counts.items()),
+        "CPU": sum(cpus(own, role) * count for role, count in counts.items()),
+        "GPU": sum(gpus(own, role) * count for role, count in counts.items()),
         **node.resources,
     }
     return {name: round(amount, DIGITS) for name, amount in claims.items() if amount}

@@ -179,8 +179,8 @@ class RayLauncher:
             ray.remote(RoleActor)
             .options(
                 name=f"{cluster.name}/{spec.member}",
-                num_cpus=cpus(self._config, spec.role),
-                num_gpus=gpus(self._config, spec.role),
+                num_cpus=cpus(spec.config, spec.role),
+                num_gpus=gpus(spec.config, spec.role),
                 max_restarts=cluster.max_restarts,
                 max_task_retries=0,  # an effect is retried by attempts of ours, never by Ray
                 scheduling_strategy=self._room.on(spec.node),

@@ -81,7 +81,8 @@ class Rank:
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: rank 0 ends in order, and ends this one
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a cgroup: rank 0 ends in order, and ends this one
+        signal.signal(number, signal.SIG_IGN)
     if os.getppid() != parent:
         sys.exit(EXIT_LEFT)
     line = Line(socket.socket(fileno=fd))
