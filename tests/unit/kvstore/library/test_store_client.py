@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,19 @@ async def test_blocks_of_kv_are_stored_and_read_by_their_keys(tmp_path: Path) ->
         assert await client.remove_blocks(keys[40:41]) == 1
         assert await client.lookup_blocks(keys) == 40  # those after it went with it
         assert await client.get_blocks(LAYOUT, keys, into) == 40
+
+
+async def test_blocks_of_latents_are_stored_and_read_and_are_no_keys_and_values(tmp_path: Path) -> None:
+    latents = KVLayout("cd" * 16, layers=3, kv_heads=1, head_dim=40, dtype="bfloat16", block_tokens=16, kind="mla")
+    plain, keys, rng = replace(latents, kind="kv"), block_keys("l", 5), np.random.default_rng(1)
+    blocks = [(key, rng.integers(0, 255, latents.block_bytes, dtype=np.uint8)) for key in keys]
+    async with joined(tmp_path) as (_, client):
+        assert await client.put_blocks(latents, blocks) == [Put.STORED] * 5
+        into = [np.zeros(latents.block_bytes, np.uint8) for _ in keys]
+        assert await client.get_blocks(latents, keys, into) == 5
+        assert all((mine == block).all() for mine, (_, block) in zip(into, blocks, strict=True))
+        with pytest.raises(LayoutMismatch, match="kind 'mla' here, 'kv'"):
+            await client.put_blocks(plain, [(b"k" * 16, np.zeros(plain.block_bytes, np.uint8))])
 
 
 async def test_a_second_shape_of_a_known_model_is_refused_by_name(tmp_path: Path) -> None:

@@ -9,7 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.ssd import NODE, OTHER, SMALL, config, flip, found, key, keys, peek, poke, put, read, right, stored, tier, writes
+from support.ssd import (
+    LATENTS,
+    NODE,
+    OTHER,
+    SMALL,
+    config,
+    flip,
+    found,
+    key,
+    keys,
+    peek,
+    poke,
+    put,
+    read,
+    right,
+    stored,
+    tier,
+    writes,
+)
 
 from moonpool.core.config import MIB
 from moonpool.core.layout import DIGEST_BYTES
@@ -262,6 +280,17 @@ async def test_large_extents_are_found_by_their_headers_alone(tmp_path: Path) ->
     again = await tier(tmp_path, large)
     assert found(again, large) == {key(n): e for n, e in placed.items()}
     assert await right(again, large, placed) == set(placed)
+    await again.close()
+
+
+async def test_latents_are_found_again_beside_keys_and_values(tmp_path: Path) -> None:
+    of = await tier(tmp_path, SMALL, LATENTS)
+    plain, latents = await put(of, SMALL, range(10), chain=True), await put(of, LATENTS, range(20), chain=True)
+    await of.close()
+    again = await tier(tmp_path, SMALL, LATENTS)
+    assert found(again, LATENTS) == {key(n): e for n, e in latents.items()}
+    assert await right(again, LATENTS, latents) == set(latents)
+    assert await right(again, SMALL, plain) == set(plain)
     await again.close()
 
 
