@@ -40,12 +40,14 @@ class ModelConfig(_Values):
 
 
 class EngineConfig(_Values):
-    backend: Literal["auto", "compiled", "fused", "torch"] = Field(
+    backend: Literal["auto", "compiled", "fused", "torch", "triton"] = Field(
         "auto",
-        description="what computes (docs/engine.md); auto: the first that can: compiled (AVX-512 bf16, bfloat16), fused, torch",
+        description="what computes (docs/engine.md); auto: triton on a GPU; else the first that can: compiled (AVX-512 bf16, "
+        "bfloat16), fused, torch",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where workers compute and keep pages (docs/gpu.md); auto: the first GPU that torch sees, else the CPU"
+        "auto",
+        description="where workers compute and keep pages (docs/gpu.md); auto: the first GPU that torch sees, else the CPU",
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",

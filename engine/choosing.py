@@ -26,7 +26,7 @@ from moonpool.engine.tensor_parallel.backend import ParallelBackend
 from moonpool.engine.tensor_parallel.ranks import Ranks
 from moonpool.engine.tensor_parallel.sharding import unfit as unfit_for_ranks
 from moonpool.engine.tensor_parallel.start import cannot_share
-from moonpool.engine.trial import LIMITS, Trial, difference
+from moonpool.engine.trial import Trial, difference, limit_of, plain_memory
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ def choose(
     ConfigError where the one that the configuration names cannot serve this model on this machine.
     """
     asked = config.engine.backend
+    if asked == "triton" or (asked == "auto" and memory.device.type == "cuda"):
+        return _triton(config, model_dir, model, facts, memory, threads)
     plain = Chosen(ModuleBackend(model, memory), threads)
     if asked == "torch":
         return plain
@@ -69,7 +71,7 @@ def choose(
         chosen = _fastest(config, recipe, memory, threads, own_threads)
     else:
         chosen = _on_ranks(recipe, memory, threads, ranks)
-    apart, limit = difference(trial.answers(chosen.backend), want), LIMITS[memory.layout.dtype]
+    apart, limit = difference(trial.answers(chosen.backend), want), limit_of(memory)
     if apart <= limit:
         return chosen
     name = chosen.backend.name
@@ -91,6 +93,31 @@ def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, o
             raise _cannot(asked, compiled)
         note = f"not compiled: {compiled}"
     return Chosen(FusedBackend(recipe, memory), threads, note)
+
+
+def _triton(
+    config: Config, model_dir: Path, model: torch.nn.Module, facts: ModelFacts, memory: PageTensor, threads: int
+) -> Chosen:
+    try:  # said so late, because its modules take a second to load, and the package is for Linux only
+        from moonpool.engine.triton.backend import unusable
+        from moonpool.engine.triton.making import triton_backend
+    except ImportError as e:
+        raise _cannot("triton", f"it does not load here ({e})") from e
+    reason = unusable(memory.device)
+    if reason is not None:
+        raise _cannot("triton", reason)
+    reference = plain_memory(memory)
+    want = Trial(reference, facts).answers(ModuleBackend(model, reference))
+    backend = triton_backend(config.engine, model, facts, memory)
+    apart, limit = difference(Trial(memory, facts).answers(backend), want), limit_of(memory)
+    if apart <= limit:
+        return Chosen(backend, threads)
+    backend.close()
+    what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
+    if config.engine.backend != "auto" or memory.kept != "auto":
+        raise _cannot("triton", what)
+    log.warning("%s: backend triton is not used: %s; backend torch serves", model_dir, what)
+    return Chosen(ModuleBackend(load_model(config, model_dir, memory.device)[0], memory), threads, f"triton: {what}")
 
 
 def _on_ranks(recipe: Recipe, memory: PageTensor, threads: int, ranks: Ranks) -> Chosen:

@@ -130,7 +130,7 @@ class ChunkRow:
             keys, values = self.pages.gather(group.index, layer)
             for seen in self._blocks(call, group):
                 rows = call.query.shape[0] // kv_heads * (seen.last - seen.first)
-                sums.setdefault(seen.first, _Sums(kv_heads, rows, dim))
+                sums.setdefault(seen.first, _Sums(kv_heads, rows, dim, out.device))
                 key, value = _cut(keys, values[..., :dim], group, seen)
                 sums[seen.first].add(self._scores(call, seen, key).float(), value)
                 if seen.high == seen.last:  # the last of its keys
@@ -140,10 +140,10 @@ class ChunkRow:
 class _Sums:
     """Weighted values so far, in float32 and relative to the best score so far."""
 
-    def __init__(self, kv_heads: int, rows: int, dim: int) -> None:
-        self._best = torch.full((kv_heads, rows, 1), torch.finfo(torch.float32).min)
-        self._weight = torch.zeros((kv_heads, rows, 1))
-        self._value = torch.zeros((kv_heads, rows, dim))
+    def __init__(self, kv_heads: int, rows: int, dim: int, device: torch.device) -> None:
+        self._best = torch.full((kv_heads, rows, 1), torch.finfo(torch.float32).min, device=device)
+        self._weight = torch.zeros((kv_heads, rows, 1), device=device)
+        self._value = torch.zeros((kv_heads, rows, dim), device=device)
 
     def add(self, scores: torch.Tensor, values: torch.Tensor) -> None:
         best = torch.maximum(self._best, scores.amax(dim=2, keepdim=True))
@@ -164,12 +164,13 @@ def _cut(keys: torch.Tensor, values: torch.Tensor, group: _Group, seen: _Seen) -
 
 def _hide(scores: torch.Tensor, seen: _Seen, window: int | None) -> None:
     """Set to -inf what lies ahead of a query or behind its window, in ``scores`` [..., queries, keys]."""
-    queries = torch.arange(seen.first, seen.last)[:, None]
+    device = scores.device
+    queries = torch.arange(seen.first, seen.last, device=device)[:, None]
     if seen.high > seen.first + 1:
         ahead = max(seen.low, seen.first)
-        hidden = torch.arange(ahead, seen.high) > queries
+        hidden = torch.arange(ahead, seen.high, device=device) > queries
         scores[..., ahead - seen.low :].masked_fill_(hidden, -torch.inf)
     if window is not None and seen.last - window > seen.low:
         behind = min(seen.last - window, seen.high)
-        hidden = torch.arange(seen.low, behind) <= queries - window
+        hidden = torch.arange(seen.low, behind, device=device) <= queries - window
         scores[..., : behind - seen.low].masked_fill_(hidden, -torch.inf)

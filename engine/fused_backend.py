@@ -18,10 +18,9 @@ from moonpool.engine.attention import AttentionCall, Step
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.linears import Linear, linear_of
 from moonpool.engine.mlps import Mlp, mlp_of
-from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.page_tensor import PageTensor, sent
 from moonpool.engine.recipe import Layer, Recipe, Rotary
 from moonpool.engine.torch_backend import MakeStep, TorchStep
-
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """[tokens, hidden]: one rank's part of what all ranks add, to the sum of all. The result is the caller's."""
@@ -79,10 +78,18 @@ class FusedBackend:
         x = self.through_layers(self.embedded(ids), spans, before_layer, on_layer)
         return self._recipe.capped(self.logits(x, wanted))
 
+    def compute(self, ids: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
+        """[tokens, vocabulary] of all tokens, whose ``ids`` and ``positions`` are int64 on the device: nothing here waits."""
+        x = self._layered(self._embedded(ids), positions, step)
+        return self._recipe.capped(self._head(self._norm(x, self._recipe.final_norm)))
+
     def embedded(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """[tokens, hidden]."""
+        return self._embedded(sent(ids, self._memory.device))
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
         recipe = self._recipe
-        x = functional.embedding(torch.from_numpy(ids), recipe.embedding)
+        x = functional.embedding(ids, recipe.embedding)
         return x if recipe.embedding_scale == 1.0 else x * recipe.embedding_scale
 
     def through_layers(
@@ -90,7 +97,10 @@ class FusedBackend:
     ) -> torch.Tensor:
         """[tokens, hidden] behind the last layer."""
         step = self._make_step(self._memory, spans, before_layer, on_layer)
-        positions = torch.from_numpy(np.concatenate([np.arange(span.start, span.end) for span in spans]))
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        return self._layered(x, sent(positions, self._memory.device), step)
+
+    def _layered(self, x: torch.Tensor, positions: torch.Tensor, step: Step) -> torch.Tensor:
         turns = [_Turn(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._turns]
         for index, layer in enumerate(self._layers):
             x = self._attend(x, index, layer, turns[layer.of.rotary], step)
@@ -99,7 +109,8 @@ class FusedBackend:
 
     def logits(self, x: torch.Tensor, wanted: Sequence[int]) -> torch.Tensor:
         """[len(wanted), rows of the head], not capped yet."""
-        return self._head(self._norm(x[torch.tensor(wanted, dtype=torch.int64)], self._recipe.final_norm))
+        last = x[sent(np.array(wanted, dtype=np.int64), self._memory.device)]
+        return self._head(self._norm(last, self._recipe.final_norm))
 
     def close(self) -> None:
         del self._recipe, self._memory, self._layers, self._head, self._turns

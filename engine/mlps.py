@@ -52,7 +52,7 @@ class ExpertMlp:
 
     def __call__(self, m: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._choose(m)
-        said = torch.empty((chosen.numel(), m.shape[1]), dtype=m.dtype)
+        said = m.new_empty((chosen.numel(), m.shape[1]))
         order = chosen.view(-1).argsort(stable=True)  # (token, rank) pairs by expert
         sorted_m, at = m[order // self._of.top_k], 0
         for expert, count in enumerate(torch.bincount(chosen.view(-1), minlength=len(self._each)).tolist()):

@@ -1,7 +1,7 @@
 """One step over paged K/V with PyTorch: what modules and recipes call in every layer.
 
 Rows of one token (decode) are for the kernels of ``paged_attention``; longer rows (prompts) for ``chunk_attention``, and so
-is whatever attends to latents.
+is whatever attends to latents, or to pages of a GPU: there this is a reference.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TorchStep:
         self._on_layer = on_layer
         self._write = pages.slot_rows(spans)
         self._stride = pages.layout.planes * pages.layout.block_tokens
-        latent = pages.layout.kind == MLA
-        self._chunks = [ChunkRow(pages, span) for span in spans if latent or span.count > 1]
-        singles = [span for span in spans if not latent and span.count == 1]
+        chunked = pages.layout.kind == MLA or pages.device.type != "cpu"
+        self._chunks = [ChunkRow(pages, span) for span in spans if chunked or span.count > 1]
+        singles = [span for span in spans if not chunked and span.count == 1]
         self._decode = DecodeRows(pages.layout, pages.own, singles) if singles else None
 
     def attend(self, layer: int, call: AttentionCall) -> torch.Tensor:

@@ -16,7 +16,8 @@ _SEED = 1
 
 # Rounding moves logits by up to a tenth of their spread in bfloat16 (the module rounds more often than the others) and by a
 # millionth in float32; a wrong weight, angle, norm or activation moves them by about all of it.
-LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
+_LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
+_LIMIT_OF_EIGHT_BITS = 0.25  # of pages that round K and V to less than bfloat16 has
 
 
 class Trial:
@@ -54,6 +55,18 @@ class Trial:
             return []
         wanted = [span.first + span.count - 1 for span in spans]
         return [backend.forward(np.concatenate(ids), spans, wanted, None, None).float().clone()]
+
+
+def plain_memory(memory: PageTensor) -> PageTensor:
+    """``memory``, or pages enough for a trial that are as it would be in the dtype of the model."""
+    if memory.kept == "auto":
+        return memory
+    pages = len(_LENGTHS) * blocks_for(max(_LENGTHS), memory.layout.block_tokens)
+    return PageTensor(memory.layout, min(memory.pages, pages), device=memory.device)
+
+
+def limit_of(memory: PageTensor) -> float:
+    return _LIMITS[memory.layout.dtype] if memory.kept == "auto" else _LIMIT_OF_EIGHT_BITS
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:

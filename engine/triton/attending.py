@@ -35,7 +35,8 @@ def _over_keys(
     inner,
     outer,
     LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    FIRST: tl.constexpr,
+    GAP: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -55,7 +56,7 @@ def _over_keys(
     for first in range(begin, stop, KEYS):
         keys = first + tl.arange(0, KEYS)
         held = keys < high
-        rows = page_rows(table, keys, held, layer, head, LAYERS, PLANES, BLOCK, MASKED)
+        rows = page_rows(table, keys, held, layer, FIRST + head, LAYERS, PLANES, BLOCK, MASKED)
         key = load_rows(pages, scales, rows, held, 0, VALUES, DIMS, STRIDE, MASKED, KIND, DOT)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if ROPE > 0:
@@ -63,7 +64,7 @@ def _over_keys(
             products = tl.dot(query_rope, tl.trans(rope), products, input_precision=PRECISION)
             value = key
         else:
-            value = load_rows(pages, scales, rows + KV_HEADS * BLOCK, held, 0, VALUES, DIMS, STRIDE, MASKED, KIND, DOT)
+            value = load_rows(pages, scales, rows + GAP * BLOCK, held, 0, VALUES, DIMS, STRIDE, MASKED, KIND, DOT)
         scores = weigh(products, inner, outer, CAPPED)
         if MASKED:
             seen = keys[None, :] <= at[:, None]
@@ -101,6 +102,8 @@ def attend(
     outer,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    FIRST: tl.constexpr,  # plane of K of the first head
+    GAP: tl.constexpr,  # planes from K of a head to its V
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -165,17 +168,17 @@ def attend(
     if WINDOWED:
         best, weight, total = _over_keys(
             best, weight, total, asked, asked_rope, pages, scales, table, at, begin, tl.minimum(plain, stop), high, window,
-            layer, head, inner, outer, LAYERS, KV_HEADS, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
+            layer, head, inner, outer, LAYERS, FIRST, GAP, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
             KIND, DOT, PRECISION, KEYS, True,
         )  # fmt: skip
     best, weight, total = _over_keys(
         best, weight, total, asked, asked_rope, pages, scales, table, at, plain, edge, high, window,
-        layer, head, inner, outer, LAYERS, KV_HEADS, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
+        layer, head, inner, outer, LAYERS, FIRST, GAP, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
         KIND, DOT, PRECISION, KEYS, False,
     )  # fmt: skip
     best, weight, total = _over_keys(
         best, weight, total, asked, asked_rope, pages, scales, table, at, tl.maximum(plain, edge), stop, high, window,
-        layer, head, inner, outer, LAYERS, KV_HEADS, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
+        layer, head, inner, outer, LAYERS, FIRST, GAP, PLANES, BLOCK, STRIDE, VALUES, DIMS, ROPE, ROPES, WINDOWED, CAPPED,
         KIND, DOT, PRECISION, KEYS, True,
     )  # fmt: skip
 

@@ -14,10 +14,10 @@ import triton
 from moonpool.engine.attention import AttentionCall, LatentCall
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.triton import attending, writing
+from moonpool.engine.triton.interpreting import INTERPRETED, launched
 from moonpool.engine.triton.plans import StepPlan, Tiles
 from moonpool.engine.triton.tiling import (
     CONFIGS,
-    INTERPRETED,
     TUNED_BY,
     WRITTEN_TOKENS,
     dot_type,
@@ -29,13 +29,13 @@ from moonpool.engine.triton.tiling import (
 _LOG2E = math.log2(math.e)
 _MERGED_COLUMNS = 128  # of a program that merges: 64 splits of them are 64 registers of 128 threads
 
-_attend = (
-    attending.attend
-    if INTERPRETED
-    else triton.autotune(CONFIGS, TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)(
+_attend = launched(attending.attend)
+if not INTERPRETED:
+    _attend = triton.autotune(CONFIGS, TUNED_BY, prune_configs_by={"early_config_prune": fitting}, cache_results=True)(
         attending.attend
     )
-)
+_merge_splits = launched(attending.merge)
+_write_rows = launched(writing.write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def write_latent(memory: PageTensor, plan: StepPlan, layer: int, latent: torch.T
 
 def decode_attention(memory: PageTensor, plan: StepPlan, layer: int, call: AttentionCall, out: torch.Tensor) -> None:
     """Fills the tokens of rows of one token in ``out`` [tokens, heads, head_dim], contiguous."""
-    tiles = plan.answers(call.query.shape[0] // memory.layout.kv_heads)
+    tiles = plan.answers(call.query.shape[0] // memory.kv_heads)
     if tiles is not None:
         _run(memory, plan, tiles, layer, _plain(call), out)
 
@@ -69,7 +69,7 @@ def decode_attention(memory: PageTensor, plan: StepPlan, layer: int, call: Atten
 def prefill_attention(memory: PageTensor, plan: StepPlan, layer: int, call: AttentionCall, out: torch.Tensor) -> None:
     """Fills the tokens of longer rows. K and V of these tokens are in their pages."""
     heads, _, dim = call.query.shape
-    tiles = plan.chunks(heads // memory.layout.kv_heads, dim, memory.tensor.dtype)
+    tiles = plan.chunks(heads // memory.kv_heads, dim, call.query.dtype)
     if tiles is not None:
         _run(memory, plan, tiles, layer, _plain(call), out)
 
@@ -78,7 +78,7 @@ def latent_attention(memory: PageTensor, plan: StepPlan, layer: int, call: Laten
     """Fills ``out`` [tokens, heads, kv_lora_rank], contiguous: rows of one token and longer ones."""
     heads, _, rank = call.query_latent.shape
     asked = _Asked(_by_columns(call.query_latent), _by_columns(call.query_rope), call.scaling)
-    for tiles in (plan.answers(heads), plan.chunks(heads, rank, memory.tensor.dtype)):
+    for tiles in (plan.answers(heads), plan.chunks(heads, rank, call.query_latent.dtype)):
         if tiles is not None:
             _run(memory, plan, tiles, layer, asked, out)
 
@@ -92,24 +92,24 @@ def _by_columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(memory: PageTensor, plan: StepPlan, tiles: Tiles, layer: int, asked: _Asked, out: torch.Tensor) -> None:
-    layout, query = memory.layout, asked.query
+    layout, query, kv_heads = memory.layout, asked.query, memory.kv_heads
     rope = query if asked.rope is None else asked.rope
     heads, _, values = query.shape
-    share, columns = heads // layout.kv_heads, padded(values)
+    share, columns = heads // kv_heads, padded(values)
     count = len(tiles.span)
     seen = tiles.longest
     if asked.window is not None:
         seen = asked.window + tiles.tokens if seen is None else min(seen, asked.window + tiles.tokens)
-    splits = splits_for(count * layout.kv_heads, seen, plan.tiling)
-    units = count * layout.kv_heads * (splits if splits > 1 else 0)
+    splits = splits_for(count * kv_heads, seen, plan.tiling)
+    units = count * kv_heads * (splits if splits > 1 else 0)
     sums = torch.empty((units, tiles.rows, columns + 1), dtype=torch.float32, device=out.device)
     partials, lses = sums.view(-1)[: units * tiles.rows * columns], sums.view(-1)[units * tiles.rows * columns :]
     scaling, cap = asked.scaling, asked.softcap
-    _attend[(layout.kv_heads, count, splits)](
+    _attend[(kv_heads, count, splits)](
         query,
         rope,
         memory.tensor,
-        memory.tensor,
+        memory.tensor if memory.exponents is None else memory.exponents,
         out,
         partials if splits > 1 else out,
         lses if splits > 1 else out,
@@ -130,7 +130,9 @@ def _run(memory: PageTensor, plan: StepPlan, tiles: Tiles, layer: int, asked: _A
         scaling * _LOG2E if cap is None else scaling / cap,
         0.0 if cap is None else cap * _LOG2E,
         LAYERS=layout.layers,
-        KV_HEADS=layout.kv_heads,
+        KV_HEADS=kv_heads,
+        FIRST=memory.first_plane,
+        GAP=layout.kv_heads,
         PLANES=layout.planes,
         BLOCK=layout.block_tokens,
         STRIDE=layout.head_dim,
@@ -142,14 +144,14 @@ def _run(memory: PageTensor, plan: StepPlan, tiles: Tiles, layer: int, asked: _A
         WINDOWED=asked.window is not None,
         CAPPED=cap is not None,
         SPLIT=splits > 1,
-        KIND="raw",
-        DOT=dot_type(memory.tensor.dtype),
+        KIND=memory.kept,
+        DOT=dot_type(query.dtype),
         PRECISION="ieee",
         ROWS=tiles.rows,
         **({} if plan.tiling.keys is None else {"KEYS": plan.tiling.keys}),
     )
     if splits > 1:
-        _merge(plan, tiles, partials, lses, out, layout.kv_heads, share, splits)
+        _merge(plan, tiles, partials, lses, out, kv_heads, share, splits)
 
 
 def _merge(
@@ -164,7 +166,7 @@ def _merge(
 ) -> None:
     values = out.shape[2]
     columns = min(padded(values), _MERGED_COLUMNS)
-    attending.merge[(len(tiles.span) * kv_heads, tiles.filled, padded(values) // columns)](
+    _merge_splits[(len(tiles.span) * kv_heads, tiles.filled, padded(values) // columns)](
         partials,
         lses,
         out,
@@ -187,11 +189,11 @@ def _write(memory: PageTensor, plan: StepPlan, layer: int, key: torch.Tensor, va
     key = _by_columns(key)
     other = key if value is None else _by_columns(value)
     tokens = len(plan.token_span)
-    writing.write[(layout.kv_heads, triton.cdiv(tokens, WRITTEN_TOKENS))](
+    _write_rows[(memory.kv_heads, triton.cdiv(tokens, WRITTEN_TOKENS))](
         key,
         other,
         memory.tensor,
-        memory.tensor,
+        memory.tensor if memory.exponents is None else memory.exponents,
         plan.token_span,
         plan.positions,
         plan.span_end,
@@ -204,13 +206,14 @@ def _write(memory: PageTensor, plan: StepPlan, layer: int, key: torch.Tensor, va
         other.stride(0),
         other.stride(1),
         LAYERS=layout.layers,
-        KV_HEADS=layout.kv_heads,
+        FIRST=memory.first_plane,
+        GAP=layout.kv_heads,
         PLANES=layout.planes,
         BLOCK=layout.block_tokens,
         WIDTH=layout.head_dim,
         PADDED=padded(layout.head_dim),
         VALUED=value is not None,
-        KIND="raw",
+        KIND=memory.kept,
         TOKENS=WRITTEN_TOKENS,
         num_warps=4,  # one 16-byte load for each thread
     )

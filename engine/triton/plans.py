@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from moonpool.engine.backends import Span
+from moonpool.engine.page_tensor import sent
 from moonpool.engine.triton.tiling import Tiling, narrow_rows, tiling_of, wide_rows
 
 _ALIGN = 4  # int32: Triton compiles anew for a pointer that is not at a multiple of 16 bytes
@@ -55,9 +56,9 @@ class StepPlan:
             np.array([span.first for span in spans]),
             counts,
             np.array([span.end for span in spans]),
-            _tables(spans).reshape(-1),
+            page_tables(spans).reshape(-1),
         ]
-        token_span, positions, first, count, end, tables = sent(parts, device)
+        token_span, positions, first, count, end, tables = sent_together(parts, device)
         ends = tuple(span.end for span in spans)
         shaped = tables.view(len(spans), -1)
         return cls(tuple(counts.tolist()), ends, token_span, positions, first, count, end, shaped, tiling or tiling_of(device))
@@ -92,13 +93,13 @@ class StepPlan:
         ends = self.ends or (0,) * len(self.counts)
         cut = [(i, flat) for i in mine for flat in range(0, self.counts[i] * share, rows)]
         cut.sort(key=lambda tile: tile[1] // share - self.counts[tile[0]] + ends[tile[0]], reverse=True)
-        span, flat = sent([np.array(column) for column in zip(*cut, strict=True)], self.tables.device)
+        span, flat = sent_together([np.array(column) for column in zip(*cut, strict=True)], self.tables.device)
         most = max(self.counts[i] for i in mine)
         longest = None if self.ends is None else max(ends[i] for i in mine)
         return Tiles(span, flat, rows, min(rows, most * share), longest, most)
 
 
-def _tables(spans: Sequence[Span]) -> NDArray[np.int32]:
+def page_tables(spans: Sequence[Span]) -> NDArray[np.int32]:
     """[spans, pages of the longest]; zero behind the end of a row, where nobody looks."""
     tables = np.zeros((len(spans), max(len(span.table) for span in spans)), dtype=np.int32)
     for row, span in zip(tables, spans, strict=True):
@@ -106,16 +107,11 @@ def _tables(spans: Sequence[Span]) -> NDArray[np.int32]:
     return tables
 
 
-def sent(parts: Sequence[NDArray[np.int_]], device: torch.device) -> list[torch.Tensor]:
+def sent_together(parts: Sequence[NDArray[np.int_]], device: torch.device) -> list[torch.Tensor]:
     """int32 copies on ``device``, by one transfer that nobody waits for."""
     places = np.cumsum([0, *(-(-len(part) // _ALIGN) * _ALIGN for part in parts)]).tolist()
     whole = np.zeros(places[-1], dtype=np.int32)
     for place, part in zip(places, parts, strict=False):
         whole[place : place + len(part)] = part
-    there = on_device(torch.from_numpy(whole), device)
+    there = sent(whole, device)
     return [there[place : place + len(part)] for place, part in zip(places, parts, strict=False)]
-
-
-def on_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Through page-locked memory, which PyTorch gives to nobody else before the copy has ended."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

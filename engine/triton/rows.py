@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moonpool.engine.triton.quantising import exponents_of, quantised, scales_of
+
 
 @triton.jit
 def page_rows(
@@ -44,7 +46,8 @@ def load_rows(
     """[rows, PADDED] in the dtype ``DOT``: columns FIRST .. FIRST + WIDTH - 1 of ``rows``, which are STRIDE elements long.
 
     Zero in padding columns and, where ``MASKED``, in rows that are not ``held``: what lies there is never read (it may be
-    NaN, and zero weight times NaN is NaN). ``KIND`` says what pages hold: "raw", numbers as they are.
+    NaN, and zero weight times NaN is NaN). ``KIND`` says what pages hold: "auto", numbers of the model's dtype; else eight bits
+    and in ``scales`` an exponent for each row (``engine.quantised``), whose values any ``DOT`` holds exactly.
     """
     columns = tl.arange(0, PADDED)
     places = pages + rows[:, None] * STRIDE + (FIRST + columns)[None, :]
@@ -54,7 +57,13 @@ def load_rows(
         tile = tl.load(places)
     else:
         tile = tl.load(places, mask=(columns < WIDTH)[None, :], other=0.0)
-    return tile.to(DOT)
+    if KIND == "auto":
+        return tile.to(DOT)
+    if MASKED:
+        exponents = tl.load(scales + rows, mask=held, other=0)
+    else:
+        exponents = tl.load(scales + rows)
+    return (tile.to(tl.float32) * scales_of(exponents)[:, None]).to(DOT)
 
 
 @triton.jit
@@ -64,4 +73,8 @@ def store_rows(
     """Writes ``tile`` [rows, PADDED], whole rows of WIDTH elements, where ``live``; its padding columns are zero."""
     columns = tl.arange(0, PADDED)
     places = pages + rows[:, None] * STRIDE + columns[None, :]
+    if KIND != "auto":
+        exponents = exponents_of(tile, KIND)
+        tl.store(scales + rows, exponents.to(tl.uint8), mask=live)
+        tile = quantised(tile, exponents, KIND)
     tl.store(places, tile.to(pages.dtype.element_ty), mask=live[:, None] & (columns < WIDTH)[None, :])

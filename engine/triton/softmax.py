@@ -9,9 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(
-    -1e30
-)  # ``best`` of a query that saw no key yet: below every score, and finite, so that it may be subtracted
+NOTHING = tl.constexpr(-1e30)  # ``best`` of a query that saw no key yet: below every score, but finite: it is subtracted
 
 
 @triton.jit

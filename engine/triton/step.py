@@ -1,4 +1,4 @@
-"""One step over paged K/V with Triton's kernels: what modules and recipes call in every layer, in the place of ``TorchStep``."""
+"""One step over paged K/V with Triton's kernels: what modules and recipes call in every layer instead of ``TorchStep``."""
 
 from __future__ import annotations
 

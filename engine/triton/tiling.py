@@ -3,7 +3,8 @@ take 16 rows (mma) or 64 (wgmma) at a time. Nothing here changes what is compute
 
 *Queries* of a tile. An answer's one token has as many as heads share a K/V head: padded to 16, the least that a tensor core
 multiplies, and 64 at most (128 heads of latents are two such tiles). A chunk has 128, two warpgroups of wgmma each with 64,
-where their sums fit into registers: 128 x 128 float32 are 64 of 255 registers of 256 threads. Wider heads and float32 take half.
+where their sums fit into registers: 128 x 128 float32 are 64 of 255 registers of 256 threads. Wider heads, and float32,
+take half.
 
 *Keys* of a tile are a matter of shared memory (64 keys of K and V, 128 columns of bfloat16, are 32 KB a stage) and are
 measured, together with warps and stages, once per model, machine and version of Triton; see ``CONFIGS``.
@@ -20,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when triton was imported: numpy on the CPU
+from moonpool.engine.triton.interpreting import INTERPRETED
 
 NARROW_MOST = 64  # queries of an answer's tile
 SPLITS_MOST = 64

@@ -31,7 +31,7 @@ def _put(
 
 @triton.jit(do_not_specialize=["layer", "width", "tokens"])
 def write(
-    key,  # [KV_HEADS, tokens, WIDTH] by strides; latents are one head
+    key,  # [K/V heads, tokens, WIDTH] by strides; latents are one head
     value,  # the same, where VALUED
     pages,
     scales,
@@ -47,7 +47,8 @@ def write(
     value_head,
     value_token,
     LAYERS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
+    FIRST: tl.constexpr,
+    GAP: tl.constexpr,
     PLANES: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -56,15 +57,15 @@ def write(
     KIND: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Grid (KV_HEADS, tokens / TOKENS). A token at or beyond its sequence's end is padding, and not written."""
+    """Grid (K/V heads, tokens / TOKENS). A token at or beyond its sequence's end is padding, and not written."""
     head = tl.program_id(0)
     at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     live = at < tokens
     span = tl.load(token_span + at, mask=live, other=0)
     position = tl.load(positions + at, mask=live, other=0)
     live = live & (position < tl.load(span_end + span, mask=live, other=0))
-    rows = page_rows(tables + span * width, position, live, layer, head, LAYERS, PLANES, BLOCK, True)
+    rows = page_rows(tables + span * width, position, live, layer, FIRST + head, LAYERS, PLANES, BLOCK, True)
     _put(key, pages, scales, rows, at, live, head, key_head, key_token, WIDTH, PADDED, KIND)
     if VALUED:
-        there = rows + KV_HEADS * BLOCK
+        there = rows + GAP * BLOCK
         _put(value, pages, scales, there, at, live, head, value_head, value_token, WIDTH, PADDED, KIND)
