@@ -24,7 +24,7 @@ def logs_apart() -> None:
     structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))  # whatever it is by then
 
 
-for _verb in (bench_serving.serve, bench_serving.replay, bench_serving.scale, bench_serving.path):
+for _verb in (bench_serving.serve, bench_serving.replay, bench_serving.scale, bench_serving.path, bench_serving.pipeline):
     bench.command(_verb.__name__)(_verb)
 
 

@@ -104,6 +104,22 @@ def path(
     print_figures(measure(PathOptions(**chosen({"mode": mode, "repeats": repeats, "model": model}))), as_json)
 
 
+def pipeline(
+    tokens: Annotated[int | None, typer.Option("--tokens", help="Of the prompt.")] = None,
+    repeats: Annotated[int | None, typer.Option("--repeats", help="Samples per figure.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Model name or directory.")] = None,
+    carrier: Annotated[str | None, typer.Option("--carrier", help="auto, tcp, ucx or ucxx.")] = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="compiled, fused or torch.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One long prompt over two prefill workers of one thread, each its span of it, beside one such worker."""
+    from moonpool.bench.pipeline import PipelineOptions
+    from moonpool.bench.pipeline import pipeline as measure
+
+    given = {"tokens": tokens, "repeats": repeats, "model": model, "carrier": carrier, "engine": engine}
+    print_figures(measure(PipelineOptions(**chosen(given)), say), as_json)
+
+
 def require_peer(given: dict[str, Any]) -> None:
     from moonpool.core.errors import ConfigError
 
