@@ -28,6 +28,10 @@ class ModelConfig(_Values):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="weights, activations and KV")
     max_context: int = Field(0, ge=0, description="tokens of prompt and output together; 0: what the model says")
     aliases: tuple[str, ...] = Field((), description="further names that clients may use")
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="directories of LoRA adapters (PEFT, safetensors) by the name that clients use; the same on every host",
+    )
     ttft_target_ms: float = Field(0.0, ge=0, description="default TTFT target of its requests; 0: gateway.ttft_target_ms")
     tbt_target_ms: float = Field(0.0, ge=0, description="default TBT target of its requests; 0: gateway.tbt_target_ms")
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = Field(

@@ -28,6 +28,7 @@ class Span:
     count: int
     start: int
     table: NDArray[np.int64]  # pages of the positions 0 .. start + count - 1
+    adapter: str = ""  # digest of the one whose weights are added; empty: the model alone
 
     @property
     def end(self) -> int:

@@ -10,6 +10,8 @@ from pathlib import Path
 from moonpool.core.errors import ConfigError
 from moonpool.core.parsing import read_json
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _READ_BYTES = 8 << 20
 
 
@@ -42,9 +44,25 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 def model_fingerprint(model_dir: Path, cache: Path) -> str:
     """32 hex digits: BLAKE2b over config.json and the weight files, remembered in ``cache`` by path, size and mtime."""
-    files = [model_dir / "config.json", *weight_files(model_dir)]
+    return _digest(model_dir, [model_dir / "config.json", *weight_files(model_dir)], cache)
+
+
+def adapter_digest(name: str, directory: Path, cache: Path) -> str:
+    """The same of the adapter ``name`` in ``directory``; ConfigError where that has none."""
+    files = [directory / ADAPTER_CONFIG, directory / ADAPTER_WEIGHTS]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise ConfigError(
+            f"model.adapters: {name!r}: there is no {missing}; give the directory of a PEFT adapter, with {ADAPTER_CONFIG} and "
+            f"{ADAPTER_WEIGHTS}",
+            param="model.adapters",
+        )
+    return _digest(directory, files, cache)
+
+
+def _digest(directory: Path, files: list[Path], cache: Path) -> str:
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
-    place = hashlib.blake2b(str(model_dir.resolve()).encode(), digest_size=16).hexdigest()
+    place = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=16).hexdigest()
     note = cache / "fingerprints" / f"{place}.json"
     known = _read_note(note)
     if known is not None and known[0] == [list(stat) for stat in stats]:

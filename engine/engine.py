@@ -16,6 +16,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Bug
 from moonpool.core.hits import hit_quantum
 from moonpool.engine import attention
+from moonpool.engine.adapting import choose_adapted, require_fit
 from moonpool.engine.backends import Hook, Span
 from moonpool.engine.checkpoint import default_cache, model_fingerprint
 from moonpool.engine.choosing import Chosen, choose
@@ -44,6 +45,7 @@ class Row:
     wants_logits: bool  # of the last token
     scores: PromptScores | None = None  # takes what the tokens say of their successors in the prompt
     targets: Sequence[int] = ()  # with ``scores``: those successors, as many as it wants of these tokens
+    adapter: str = ""  # digest of the one whose weights are added; empty: the model alone
 
     @classmethod
     def of(
@@ -55,10 +57,11 @@ class Row:
         *,
         wants_logits: bool,
         scores: PromptScores | None = None,
+        adapter: str = "",
     ) -> Row:
         """Tokens [start, end) of ``tokens``."""
         targets = () if scores is None else tokens[start + 1 : start + 1 + scores.wanted(start, end)]
-        return cls(tokens[start:end], start, table, wants_logits, scores, targets)
+        return cls(tokens[start:end], start, table, wants_logits, scores, targets, adapter)
 
 
 class Engine:
@@ -77,9 +80,10 @@ class Engine:
         hit_quantum: int = 1,
         lost: Future[str] | None = None,
         view: HostView | None = None,
+        adapters: frozenset[str] = frozenset(),
     ) -> None:
         """``view``: what hosts see of the pages; None: the pages themselves. ``hit_quantum``: pages; matches count in multiples
-        of it. ``lost``: has a result once the engine computes no more."""
+        of it. ``lost``: has a result once the engine computes no more. ``adapters``: digests of those that rows may name."""
         self.layout = memory.layout
         self.backend_name = chosen.backend.name
         self.backend_note = chosen.note
@@ -87,6 +91,7 @@ class Engine:
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.eos_ids = eos_ids
+        self.adapters = adapters
         self.guides = guides
         self.pages = PagePool(memory.pages, None if freed_byte is None else self._wipe, quantum=hit_quantum)
         self._backend = chosen.backend
@@ -148,7 +153,9 @@ class Engine:
                     f"row of {count} tokens from {row.start} with {len(row.table)} pages; "
                     f"needs 1 token or more, {n} pages, and an end within {self.max_context}"
                 )
-            spans.append(Span(first, count, row.start, np.asarray(row.table[:n], dtype=np.int64)))
+            spans.append(Span(first, count, row.start, np.asarray(row.table[:n], dtype=np.int64), row.adapter))
+            if row.adapter and row.adapter not in self.adapters:
+                raise Bug(f"a row names the adapter {row.adapter!r}, which is not loaded")
             first += count
         return spans
 
@@ -189,6 +196,7 @@ def load_engine(
     overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
     ``make_view`` says what hosts see of the pages.
     """
+    require_fit(config)
     budget = memory_budget(config, model_dir, pages=pages)
     budget.require()
     ranks = ranks_for(config, model_dir)
@@ -220,7 +228,10 @@ def _load(
     shared = None if ranks is None else ranks.share_pages(budget.pages * layout.block_bytes)
     memory = PageTensor(layout, budget.pages, memory=shared, device=device, kept=kept)
     with device:  # what is made without saying where
-        chosen = choose(config, model_dir, model, facts, memory, threads, own_threads, ranks)
+        if config.model.adapters:
+            chosen, adapters = choose_adapted(config, model_dir, model, facts, memory, threads, cache)
+        else:
+            chosen, adapters = choose(config, model_dir, model, facts, memory, threads, own_threads, ranks), frozenset[str]()
     return Engine(
         chosen,
         memory,
@@ -232,4 +243,5 @@ def _load(
         hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
         lost=None if ranks is None else ranks.lost,
         view=make_view(memory),
+        adapters=adapters,
     )

@@ -17,6 +17,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from moonpool.engine.attention import AttentionCall
 from moonpool.engine.family_classes import FAMILIES, Family
+from moonpool.engine.low_rank import Adapters
 from moonpool.engine.recipe import Activation, Experts, Layer, Projection, Recipe, Rotary
 from moonpool.engine.support import Probe
 
@@ -42,7 +43,7 @@ def _family(model: nn.Module) -> Family | None:
 
 
 @torch.inference_mode()
-def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
+def recipe_of(model: nn.Module, max_context: int, adapters: Adapters | None = None) -> Recipe | None:
     """None: the model stays as it is. Else its weights have moved into the recipe, and ``model`` can compute no more.
 
     Merged weights are made layer by layer, so never more than one layer's weights exist twice.
@@ -74,10 +75,10 @@ def recipe_of(model: nn.Module, max_context: int) -> Recipe | None:
         attention_softcap=softcap,
         embedding=embedding,
         embedding_scale=float(decoder.embed_tokens.embed_scale.to(embedding.dtype)) if family.one_more else 1.0,
-        layers=tuple(_layer(layer, family, call.window, kind) for layer, call, kind in layers),
+        layers=tuple(_layer(layer, family, call.window, kind, adapters) for layer, call, kind in layers),
         rotaries=rotaries,
         final_norm=_norm(decoder.norm, family),
-        head=_projection([root.lm_head]),
+        head=_projection([root.lm_head], adapters),
         logits_softcap=getattr(config, "final_logit_softcapping", None),
     )
 
@@ -167,21 +168,21 @@ def _asked(model: nn.Module) -> list[AttentionCall]:
     return [call for _, call in probe.calls]
 
 
-def _layer(layer: Any, family: Family, window: int | None, rotary: int) -> Layer:
+def _layer(layer: Any, family: Family, window: int | None, rotary: int, adapters: Adapters | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
     after = layer.post_attention_layernorm
     experts = _experts(mlp, family) if _is_sparse(mlp, family) else None
     dense = mlp if experts is None else getattr(mlp, "shared_expert", None)
     return Layer(
         attention_norm=_norm(layer.input_layernorm, family),
-        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+        qkv=_projection([attention.q_proj, attention.k_proj, attention.v_proj], adapters),
         query_norm=_norm(attention.q_norm, family) if hasattr(attention, "q_norm") else None,
         key_norm=_norm(attention.k_norm, family) if hasattr(attention, "k_norm") else None,
-        out=_projection([attention.o_proj]),
+        out=_projection([attention.o_proj], adapters),
         after_attention_norm=_norm(after, family) if family.post_norms else None,
         mlp_norm=_norm(layer.pre_feedforward_layernorm if family.post_norms else after, family),
-        gate_up=None if dense is None else _projection([dense.gate_proj, dense.up_proj]),
-        down=None if dense is None else _projection([dense.down_proj]),
+        gate_up=None if dense is None else _projection([dense.gate_proj, dense.up_proj], adapters),
+        down=None if dense is None else _projection([dense.down_proj], adapters),
         after_mlp_norm=_norm(layer.post_feedforward_layernorm, family) if family.post_norms else None,
         window=window,
         rotary=rotary,
@@ -205,15 +206,16 @@ def _experts(block: Any, family: Family) -> Experts:
     )
 
 
-def _projection(parts: list[Any]) -> Projection:
+def _projection(parts: list[Any], adapters: Adapters | None) -> Projection:
     """One projection for all ``parts``, their outputs one after another. Several parts lose their weights to it."""
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+    low_ranks = None if adapters is None else adapters.merged(parts)
     if len(parts) == 1:
-        return Projection(parts[0].weight.detach(), biases[0].detach() if biases else None)
+        return Projection(parts[0].weight.detach(), biases[0].detach() if biases else None, low_ranks)
     weight = torch.cat([part.weight for part in parts])
     for part in parts:
         part.weight = None  # its memory, before the next layer is merged
-    return Projection(weight, torch.cat(biases) if biases else None)
+    return Projection(weight, torch.cat(biases) if biases else None, low_ranks)
 
 
 def _norm(norm: Any, family: Family) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
+from moonpool.engine.low_rank import LowRanks
 from moonpool.engine.recipe import Projection
 
 PACKED = frozenset({torch.bfloat16})  # dtypes that oneDNN multiplies from blocked weights; float32 is faster by MKL
@@ -46,8 +47,24 @@ class _Packed:
         return self(x).add_(to)
 
 
+class _Adapted:
+    def __init__(self, base: Linear, low_ranks: LowRanks) -> None:
+        self._base, self._low_ranks = base, low_ranks
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._low_ranks.add(x, self._base(x))
+
+    def added(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        return self._low_ranks.add(x, self._base.added(x, to))
+
+
 def linear_of(projection: Projection, *, keep: bool = False) -> Linear:
     """Unless ``keep``, a packed copy takes the place of the weight, whose memory is let go at once."""
+    base = _linear(projection, keep)
+    return base if projection.low_ranks is None else _Adapted(base, projection.low_ranks)
+
+
+def _linear(projection: Projection, keep: bool) -> Linear:
     weight = projection.weight
     packed = _pack(weight) if weight.dtype in PACKED and weight.device.type == "cpu" else None
     if packed is None:

@@ -31,6 +31,8 @@ from typing import Literal
 
 import torch
 
+from moonpool.engine.low_rank import LowRanks
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -38,6 +40,7 @@ Activation = Literal["silu", "gelu_tanh"]
 class Projection:
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None = None  # [outputs]
+    low_ranks: LowRanks | None = None  # what adapters add
 
     def let_go(self) -> None:
         """A packed copy takes the place of the weight, whose memory is free at once."""

@@ -21,8 +21,9 @@ _LIMIT_OF_EIGHT_BITS = 0.25  # of pages that round K and V to less than bfloat16
 
 
 class Trial:
-    def __init__(self, memory: PageTensor, facts: ModelFacts) -> None:
-        self._memory = memory
+    def __init__(self, memory: PageTensor, facts: ModelFacts, adapter: str = "") -> None:
+        """``adapter``: the digest that all rows name."""
+        self._memory, self._adapter = memory, adapter
         rows = min(len(_LENGTHS), memory.pages)
         room = min(memory.pages // rows * memory.layout.block_tokens, facts.max_context)
         draw = np.random.default_rng(_SEED)
@@ -48,7 +49,8 @@ class Trial:
             table = np.arange(page + blocks - 1, page - 1, -1, dtype=np.int64)  # not in order, as in service
             page += blocks
             if end > start:
-                spans.append(Span(first, end - start, start, table[: blocks_for(end, self._memory.layout.block_tokens)]))
+                pages = table[: blocks_for(end, self._memory.layout.block_tokens)]
+                spans.append(Span(first, end - start, start, pages, self._adapter))
                 ids.append(row[start:end])
                 first += end - start
         if not spans:

@@ -54,8 +54,9 @@ class _Sequence:
 class Runner:
     """All prompts advance together, one forward pass a step, so chunks and decode steps of different sequences mix."""
 
-    def __init__(self, engine: Engine, *, reuse: bool = False) -> None:
+    def __init__(self, engine: Engine, *, reuse: bool = False, adapter: str = "") -> None:
         self.engine = engine
+        self.adapter = adapter
         self.reuse = reuse
         self.hasher = BlockHasher(bytes(32), bytes(16), engine.layout.block_tokens)
 
@@ -74,7 +75,7 @@ class Runner:
             for s in live:
                 ids = s.ids()
                 end = min(s.done + chunk(s.done), len(ids)) if s.done < len(s.prompt) else len(ids)
-                rows.append(Row(ids[s.done : end], s.done, s.table, end == len(ids)))
+                rows.append(Row(ids[s.done : end], s.done, s.table, end == len(ids), adapter=self.adapter))
                 ends.append((s, end))
             logits = iter(self.engine.forward(rows))
             for (s, end), row in zip(ends, rows, strict=True):
@@ -154,10 +155,11 @@ def load_tiny(
     poison: bool = False,
     context: int = 0,
     backend: str = "auto",
+    tensor_parallel: int = 1,
 ) -> Engine:
     config = Config(
         model=ModelConfig(path=str(directory), dtype=dtype, max_context=context),
-        engine=EngineConfig(block_tokens=block, poison=poison, backend=backend),
+        engine=EngineConfig(block_tokens=block, poison=poison, backend=backend, tensor_parallel=tensor_parallel),
     )
     return load_engine(config, directory, threads=1, pages=pages, cache=directory / "cache")
 
