@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import LocalCluster, complete, running
-
-from moonpool.core.membership import Liveness
+from support.victims import live_again
 
 pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -36,11 +35,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterat
 def placing(cluster: LocalCluster) -> str:
     """The conductor that the gateway asks."""
     return max(CONDUCTORS, key=lambda name: cluster.stats(name).numbers["placements"])
-
-
-def live_again(cluster: LocalCluster, name: str, incarnation: int) -> bool:
-    change = cluster.changes()[name]
-    return change.liveness is Liveness.LIVE and change.member.incarnation > incarnation and change.member.ready
 
 
 def knows_all_blocks(cluster: LocalCluster, name: str) -> bool:

@@ -11,26 +11,33 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import jsonschema
 import openai
 import psutil
 import pytest
 from support.cluster import SPLIT, Answer, LocalCluster, complete, running
+from support.split import split_path
+from support.victims import PREFILLS, live_again
 
-from moonpool.core.membership import Liveness
 from moonpool.wire import pb
 
 pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
 
+CHUNK, CHUNKS = 256, 10
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[LocalCluster]:
-    with running(LocalCluster(tmp_path_factory.mktemp("serving"), model_dir, SPLIT)) as cluster:
+    """With what serves by default: bfloat16, and the compiled backend where the CPU has its instructions."""
+    settings = {"engine__prefill_chunk": CHUNK}
+    with running(LocalCluster(tmp_path_factory.mktemp("serving"), model_dir, SPLIT, **settings)) as cluster:
         yield cluster
 
 
@@ -150,27 +157,41 @@ async def test_cached_tokens_grow_over_the_turns_of_a_conversation(cluster: Loca
     cluster.assert_idle()
 
 
+def at_prefill(cluster: LocalCluster) -> list[float]:
+    return [cluster.stats(name).numbers["requests_live"] for name in PREFILLS]
+
+
+def held(cluster: LocalCluster) -> float:
+    """Requests that prefill workers have, or that wait for one."""
+    return sum(at_prefill(cluster)) + cluster.stats("conductor-0").numbers["waiting"]
+
+
+async def load_every_worker(cluster: LocalCluster, client: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
+    """Long prompts, until each prefill worker computes one. Where one is believed to be slow, some wait for the other first."""
+    load: list[asyncio.Task[Answer]] = []
+    async with asyncio.timeout(30):
+        while not all(await asyncio.to_thread(at_prefill, cluster)):
+            load.append(asyncio.create_task(complete(client, prompt(2600, 100 + len(load)), 2)))
+            while await asyncio.to_thread(held, cluster) < sum(not task.done() for task in load):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    return load
+
+
 async def test_a_target_that_the_load_would_miss_is_refused_and_accepted_when_idle(cluster: LocalCluster) -> None:
     async with cluster.client() as client:
-        for seed in range(9):  # reports to fit the estimates on
-            await complete(client, prompt(300 + 60 * seed, seed), 2)
+        for length in (200, 600, 1000, 1500):  # reports to fit the estimates of each worker on: they are told of longer ones
+            await asyncio.gather(*(complete(client, prompt(length, 80 + i), 2) for i in range(len(PREFILLS))))
         begun = time.monotonic()
         for seed in (89, 90):
             assert (await complete(client, prompt(600, seed), 2)).status == 200
-        # Of this machine, as busy as it is: time enough for such a prompt alone, but not behind one of 4,000 tokens.
+        # Of this machine, as busy as it is: time enough for such a prompt alone, but not behind one of 2,600 tokens.
         target = {"x-ttft-target-ms": str(int(1250 * (time.monotonic() - begun)))}
-        # At each prefill worker: what waits behind them would be passed by a shorter prompt with a target.
-        load: list[asyncio.Task[Answer]] = []
-        async with asyncio.timeout(60):
-            while not all(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1")):
-                if sum(not task.done() for task in load) < 2:
-                    load.append(asyncio.create_task(complete(client, prompt(4000, 100 + len(load)), 2)))
-                await asyncio.sleep(0.02)
-        before = sum(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1"))
+        load = await load_every_worker(cluster, client)
+        before = await asyncio.to_thread(held, cluster)
         refused = await complete(client, prompt(600, 91), 2, headers=target)
         assert refused.status == 429, refused
         assert refused.headers is not None and float(refused.headers["retry-after"]) > 0
-        assert sum(cluster.stats(name).numbers["requests_live"] for name in ("prefill-0", "prefill-1")) <= before
+        assert held(cluster) <= before, "what is refused waits nowhere"
         await asyncio.gather(*load)
         accepted = await complete(client, prompt(600, 91), 2, headers=target)
         assert accepted.status == 200, accepted.body
@@ -187,6 +208,79 @@ async def test_whole_blocks_below_the_last_token_are_cached_and_only_shared_ones
     for answer in (cold, again, shared):
         assert answer.body is not None
     assert again.body["usage"]["prompt_tokens"] == 300
+    cluster.assert_idle()
+
+
+def computed(cluster: LocalCluster) -> float:
+    """Tokens of prompts of which every chunk was computed."""
+    return sum(cluster.stats(name).numbers["prompt_tokens_count"] for name in PREFILLS)
+
+
+async def test_a_prompt_of_ten_chunks_is_streamed_after_its_last_one(cluster: LocalCluster) -> None:
+    ids, before = prompt(CHUNK * CHUNKS, 500), computed(cluster)
+    body = {"model": "smollm2", "prompt": ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+    more = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    text, answered, usage = "", list[int](), None
+    async with cluster.client() as client, client.stream("POST", "/v1/completions", json={**body, **more}) as answer:
+        lines = [line async for line in only_data(answer.aiter_lines(), cluster, before + len(ids))]
+    for part in map(json.loads, lines[:-1]):
+        usage = part.get("usage") or usage
+        for choice in part["choices"]:
+            text += choice["text"]
+            answered += choice["token_ids"]
+    assert lines[-1] == "[DONE]"
+    assert len(answered) == 8 and min(answered) >= 0 and text
+    assert usage is not None
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (len(ids), 8, len(ids) + 8)
+    async with cluster.client() as client:
+        whole = await complete(client, ids, 8)
+    assert whole.ids == tuple(answered) and whole.cached >= len(ids) - 64
+    cluster.assert_idle()
+
+
+async def only_data(lines: AsyncIterator[str], cluster: LocalCluster, after: float) -> AsyncIterator[str]:
+    """What the events hold. None of them may have ids before ``after`` tokens of prompts are computed."""
+    first = True
+    async for line in lines:
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            if first and '"token_ids":[' in data.replace(" ", ""):
+                assert await asyncio.to_thread(computed, cluster) >= after, "an answer before its prompt was computed"
+                first = False
+            yield data
+    assert not first
+
+
+async def test_one_token_prompts_and_answers_are_those_of_one_process(
+    cluster: LocalCluster, tmp_path: Path, model_dir: Path
+) -> None:
+    """Greedy, drawn and penalised: the second id goes on in the random stream of the first, and is penalised for it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in model_dir.iterdir():
+        (folder / file.name).symlink_to(file)
+    cases = [
+        (prompt(length, 600 + length), {"max_tokens": tokens, "temperature": temperature, "seed": 7, **penalties})
+        for length in (1, 70)
+        for tokens in (1, 12)
+        for temperature in (0.0, 1.0)
+        for penalties in ({}, PENALTIES)
+    ]
+    async with cluster.client() as client:
+        got = await asyncio.gather(*(complete(client, ids, 12, **sampling) for ids, sampling in cases))
+    assert [answer.status for answer in got] == [200] * len(cases)
+    engine = {"block_tokens": 64, "backend": "auto"}
+    async with split_path(tmp_path, folder, prefills=0, slots=16, dtype="bfloat16", **engine) as both:
+        wanted = await asyncio.gather(
+            *(both.gateway.ask(both.asker.request(ids, ignore_eos=True, **sampling)) for ids, sampling in cases)
+        )
+        assert cluster.member("decode-0").details["engine"] == both.decode_engine.backend_name
+        await both.idle()
+    assert [list(answer.ids) for answer in got] == [answer.ids for answer in wanted]
+    assert all(len(answer.ids) == sampling["max_tokens"] for answer, (_, sampling) in zip(got, cases, strict=True))
+    assert len({answer.ids for answer in got if len(answer.ids) > 1}) == len(cases) // 2, (
+        "temperature and penalties change them"
+    )
     cluster.assert_idle()
 
 
@@ -253,11 +347,6 @@ async def test_a_store_node_that_is_stopped_leaves_its_blocks_to_the_other_and_c
         again = await complete(client, ids, 4)
     assert (first.cached, again.cached) == (0, 640)
     cluster.assert_idle()
-
-
-def live_again(cluster: LocalCluster, name: str, incarnation: int) -> bool:
-    change = cluster.changes()[name]
-    return change.liveness is Liveness.LIVE and change.member.incarnation > incarnation and change.member.ready
 
 
 async def test_pickles_sent_to_everything_that_listens_run_nothing_and_stop_nothing(

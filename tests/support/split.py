@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,10 @@ from moonpool.core.membership import Liveness, Member, MemberChange
 from moonpool.core.placement import Helper, Placement, Segment
 from moonpool.core.request import Request
 from moonpool.decode_worker.worker import DecodeWorker
+from moonpool.engine.device import view_of
 from moonpool.engine.engine import Engine, load_engine
+from moonpool.engine.host_view import HostView
+from moonpool.engine.page_tensor import PageTensor
 from moonpool.kvstore.fetching import Moved, PushOrder
 from moonpool.kvstore.node import StoreNode
 from moonpool.kvstore.pusher import Pusher
@@ -114,6 +117,7 @@ async def split_path(
     store: dict[str, Any] | None = None,
     security: dict[str, Any] | None = None,
     decode_kind: type[DecodeWorker] = DecodeWorker,
+    make_view: Callable[[PageTensor], HostView] = view_of,
     dtype: Literal["bfloat16", "float32"] = "float32",
     **engine: Any,
 ) -> AsyncIterator[Split]:
@@ -157,7 +161,7 @@ async def split_path(
         async def worker(
             kind: Any, name: str, role: Role, node: str, pages: int | None, settings: Config
         ) -> tuple[Any, Member, Engine]:
-            loaded = load_engine(settings, model, threads=1, pages=pages, cache=model)
+            loaded = load_engine(settings, model, threads=1, pages=pages, cache=model, make_view=make_view)
             server, address = await _server(stack)
             me = member(name, role, layout, node=node, address=address)
             started = await kind.start(settings, loaded, me, crowd)
