@@ -62,6 +62,25 @@ def test_any_blocks_and_groups_equal_dense_attention(
         assert (out[:3] == 7.0).all()
 
 
+@pytest.mark.parametrize("pages_at_once", [1, 2, 7])
+@pytest.mark.parametrize("query_block", [1, 5, 64])
+def test_latents_in_groups_are_merged_as_wide_as_values_are(pages_at_once: int, query_block: int) -> None:
+    """Rows of 8 numbers, of which the first 5 are values, too."""
+    draw = torch.Generator().manual_seed(query_block)
+    memory = PageTensor(KVLayout("", 1, 1, 8, "float32", SIZE, kind="mla"), 10)
+    memory.tensor[:] = torch.nan
+    table = torch.randperm(10, generator=draw).numpy()[:9].copy()
+    latents, query = torch.randn((34, 8), generator=draw), torch.randn((3, 21, 8), generator=draw)
+    for t in range(34):
+        memory.tensor[int(table[t // SIZE]), 0, t % SIZE] = latents[t]
+    call = AttentionCall(query, latents[None, 13:], latents[None, 13:], 0.4, None, None, True, ())
+    out = torch.empty((21, 3, 5))
+    score_bytes = pages_at_once * SIZE * 3 * min(query_block, 21) * 4
+    ChunkRow(memory, Span(0, 21, 13, table), query_block=query_block, score_bytes=score_bytes).attend(0, call, out)
+    want = dense(query, latents[None], latents[None, :, :5], 13, call)
+    torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("pages_at_once", [2, 1000])
 def test_bfloat16_stays_near_dense_attention_in_any_groups(pages_at_once: int) -> None:
     draw = torch.Generator().manual_seed(0)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from compiled_runner import rounded_tiny
-from engine_runner import Runner, Transcript, hand_over, load_tiny, random_ids, save_tiny
-from latent_models import LATENT, SHAPE
+from engine_runner import Runner, Transcript, eager_logits, hand_over, load_tiny, random_ids, save_tiny
+from latent_models import LATENT, SHAPE, YARN
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 from moonpool.core.config import Config, EngineConfig, ModelConfig
@@ -208,3 +208,29 @@ def test_what_the_librarys_classes_would_compute_otherwise_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModel, match=reason):
         load_tiny(tmp_path)
+
+
+def test_a_configuration_as_checkpoints_carry_it_is_read_right(tmp_path: Path) -> None:
+    """Rotary settings by their old names, code of its own that is never run, and settings that only training reads."""
+    save_tiny(tmp_path, DeepseekV2Config(**SHAPE, q_lora_rank=None, rope_parameters=YARN))
+    want = eager_logits(tmp_path, ids := random_ids(90, 8))
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    rope = raw.pop("rope_parameters")
+    raw |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": {"type": rope.pop("rope_type"), "beta_fast": 32, "beta_slow": 1, **rope},
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"},
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "aux_loss_alpha": 0.001,
+        "seq_aux": True,
+        "ep_size": 1,
+    }
+    file.write_text(json.dumps(raw))
+    engine = load_tiny(tmp_path)
+    got = Runner(engine).run([ids[:80]], 10, forced=[ids[80:]])[0]
+    torch.testing.assert_close(torch.stack(got.logits), want[79:-1], atol=ROUNDING, rtol=1e-5)
+    engine.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import KVLayout
-from moonpool.engine.attention import AttentionCall
+from moonpool.engine.attention import AttentionCall, LatentCall
 from moonpool.engine.backends import Span
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.torch_backend import TorchStep
@@ -104,3 +104,50 @@ def test_bfloat16_stays_near_dense_attention() -> None:
     got = TorchStep(memory, [Span(0, 64, 136, table)], None, None).attend(0, call)
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got.double(), dense(query, kv[0, 0], kv[0, 1], 136, call), atol=2e-2, rtol=2e-2)
+
+
+@given(steps(), st.sampled_from([8, 24, 40]))
+@settings(max_examples=80, deadline=None)
+def test_a_mixed_step_over_latents_equals_dense_attention_and_writes_its_pages_only(
+    step: tuple[int, int, int, int, list[tuple[int, int]], int | None, float | None, int], rank: int
+) -> None:
+    """As dense attention of all heads to one, whose values are the first ``rank`` columns of its keys."""
+    _, heads, rope, block, rows, _, _, seed = step
+    draw = torch.Generator().manual_seed(seed)
+    layout = KVLayout("", LAYERS, 1, rank + rope, "float32", block, kind="mla")
+    pages = sum(blocks_for(start + count, block) for start, count in rows) + 2
+    memory = PageTensor(layout, pages)
+    memory.tensor[:] = torch.nan
+    order = torch.randperm(pages, generator=draw).numpy()
+    spans, sequences, first = [], [], 0
+    for start, count in rows:
+        n = blocks_for(start + count, block)
+        table, order = order[:n].copy(), order[n:]
+        latents = torch.randn((LAYERS, start + count, rank + rope), generator=draw)
+        _fill_latents(memory.tensor, table, latents[:, :start])
+        spans.append(Span(first, count, start, table))
+        sequences.append(latents)
+        first += count
+    before = memory.tensor.clone()
+    under_test = TorchStep(memory, spans, None, None)
+    for layer in range(LAYERS):
+        fresh = torch.cat([one[layer, span.start :] for one, span in zip(sequences, spans, strict=True)])
+        query = torch.randn((heads, first, rank + rope), generator=draw)
+        call = LatentCall(query[..., :rank], query[..., rank:], fresh, 0.3)
+        plain = AttentionCall(query, fresh[None], fresh[None], 0.3, None, None, True, ())
+        got = under_test.attend_latent(layer, call)
+        assert got.shape == (first, heads, rank)
+        for one, span in zip(sequences, spans, strict=True):
+            here, keys = slice(span.first, span.first + span.count), one[layer][None]
+            want = dense(query[:, here], keys, keys[..., :rank], span.start, plain)
+            torch.testing.assert_close(got[here].double(), want, atol=2e-5, rtol=2e-5)
+    for one, span in zip(sequences, spans, strict=True):
+        _fill_latents(before, span.table, one)
+    torch.testing.assert_close(memory.tensor, before, equal_nan=True, atol=0, rtol=0)
+
+
+def _fill_latents(pages: torch.Tensor, table: np.ndarray, rows: torch.Tensor) -> None:
+    """Write [layers, tokens, width] token by token."""
+    size = pages.shape[2]
+    for t in range(rows.shape[1]):
+        pages[int(table[t // size]), :, t % size] = rows[:, t]
