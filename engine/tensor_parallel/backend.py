@@ -41,7 +41,9 @@ class ParallelBackend:
             own = shared(recipe, Share(0, size), self._hand_out(recipe))
             compiled_attention(memory.layout.dtype)
             group = GlooGroup(ranks.folder, 0, size, STEP_S)
-        except (OSError, RuntimeError) as e:
+            for line in ranks.lines:
+                line.record()  # it has found the others
+        except (OSError, EOFError, RuntimeError) as e:
             raise ranks.gone(e) from e
         if recipe.head.weight is not recipe.embedding:
             recipe.head.let_go()

@@ -60,6 +60,7 @@ class Rank:
         self._meeting = Meeting(group, start.layers, recipe.hidden, start.columns, recipe.dtype)
         memory = PageTensor(layout, start.pages, memory=shared.bytes, heads=range(*start.kv_heads))
         self._part = FusedBackend(recipe, memory, reduce=self._meeting.sum)
+        line.send_record({"ready": start.rank})
 
     def run(self) -> None:
         while step := self._line.step(self._hidden, self._dtype):
