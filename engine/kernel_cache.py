@@ -16,11 +16,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numba
 
+from moonpool.engine.kernel_digests import drop_damaged
 from moonpool.engine.timed_lock import TimedLock
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ _SOURCES = ("compiled/*.py", "paged_*.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
 _ROOM = 64 << 20  # bytes free; all kernels take some 4 MiB
 _PATIENCE_S = 300.0  # for another process that compiles: several times what it takes, and not for ever where it is frozen
-_LAST = b"."  # byte of a whole file
 _NOT_KEPT = "moonpool-kernels-"  # how folders of one process's own begin
 
 
@@ -60,7 +60,7 @@ def use_kernel_cache(root: Path | None = None) -> Path:
         _require_own(folder)
         _require_room(folder)
         os.utime(folder)
-        _drop_damaged(folder)
+        drop_damaged(folder)
         for other in folder.parent.iterdir():
             if other != folder and time.time() - other.stat().st_mtime > _KEEP_S:
                 shutil.rmtree(other, ignore_errors=True)
@@ -82,14 +82,6 @@ def _require_own(folder: Path) -> None:
 def _require_room(folder: Path) -> None:
     if shutil.disk_usage(folder).free < _ROOM:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-
-
-def _drop_damaged(folder: Path) -> None:
-    """Files that a crash of the machine cut short: what is missing numba compiles, on what it cannot read it ends."""
-    for file in folder.glob("*/*.nb[ci]"):
-        if not file.read_bytes().endswith(_LAST):
-            log.warning("%s is damaged: it is compiled anew", file)
-            file.unlink(missing_ok=True)
 
 
 def kept() -> bool:
@@ -118,6 +110,8 @@ def compiling() -> Iterator[None]:
         log.warning("kernels may be compiled twice: %s", e)
     try:
         yield
+        with suppress(OSError):  # the next start notes it
+            drop_damaged(Path(numba.config.CACHE_DIR))
     finally:
         if lock is not None:
             if held:

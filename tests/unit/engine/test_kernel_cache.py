@@ -68,6 +68,57 @@ def test_a_kernel_that_was_cut_short_is_compiled_anew(tmp_path: Path) -> None:
     assert {file.name for file in kernels.iterdir()} == {"whole.nbi", "other"}
 
 
+def _double(x: int) -> int:
+    return 2 * x
+
+
+def _started() -> bool:
+    """Calls a kernel as a process does that has just begun; whether it was there already."""
+    kernel = numba.njit(cache=True)(_double)
+    assert kernel(21) == 42
+    return bool(kernel.stats.cache_hits)
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+def test_a_kernel_whose_bytes_have_changed_is_compiled_anew(suffix: str, tmp_path: Path) -> None:
+    use_kernel_cache(tmp_path)
+    with compiling():
+        assert not _started()
+    folder = use_kernel_cache(tmp_path)
+    assert _started()
+    (file,) = folder.glob(f"*/*{suffix}")
+    raw, stat = bytearray(file.read_bytes()), file.stat()
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a disk loses a bit
+    use_kernel_cache(tmp_path)
+    assert not file.exists() and not _started()
+    assert _started()
+
+
+@pytest.mark.parametrize("note", ["", "[]", '{"x": 1}'])
+def test_a_note_that_is_none_costs_no_kernel(note: str, tmp_path: Path) -> None:
+    folder = use_kernel_cache(tmp_path)
+    _started()
+    (folder / ".digests").write_text(note)
+    use_kernel_cache(tmp_path)
+    assert _started()
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {".digests"}
+
+
+def test_a_kernel_that_numba_wrote_anew_is_kept(tmp_path: Path) -> None:
+    folder = use_kernel_cache(tmp_path)
+    _started()
+    use_kernel_cache(tmp_path)
+    (index,) = folder.glob("*/*.nbi")
+    raw = index.read_bytes()
+    kernel = numba.njit(cache=True)(_double)
+    assert kernel(0.5) == 1.0  # one more signature
+    assert index.read_bytes() != raw
+    use_kernel_cache(tmp_path)
+    assert index.exists() and _started()
+
+
 def test_a_full_disk_keeps_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     assert tmp_path not in use_kernel_cache(tmp_path).parents and not kept()
