@@ -148,6 +148,7 @@ def _run(memory: PageTensor, plan: StepPlan, tiles: Tiles, layer: int, asked: _A
         DOT=dot_type(query.dtype),
         PRECISION="ieee",
         ROWS=tiles.rows,
+        enable_fp_fusion=True,
         **({} if plan.tiling.keys is None else {"KEYS": plan.tiling.keys}),
     )
     if splits > 1:
@@ -181,6 +182,7 @@ def _merge(
         ROWS=tiles.rows,
         SPLITS=splits,
         COLUMNS=columns,
+        enable_fp_fusion=True,
     )
 
 
@@ -215,5 +217,6 @@ def _write(memory: PageTensor, plan: StepPlan, layer: int, key: torch.Tensor, va
         VALUED=value is not None,
         KIND=memory.kept,
         TOKENS=WRITTEN_TOKENS,
+        enable_fp_fusion=True,
         num_warps=4,  # one 16-byte load for each thread
     )

@@ -43,7 +43,7 @@ class Tiling:
 
 
 # The interpreter's tiles are small, so that a short prompt has several of them, and several splits.
-_INTERPRETER = Tiling(wide=32, keys=16, split_keys=32, programs=16)
+_INTERPRETER = Tiling(wide=32, keys=32, split_keys=32, programs=8)
 
 
 def tiling_of(device: torch.device) -> Tiling:
@@ -81,20 +81,21 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if INTERPRETED else _DOT[dtype]
 
 
-# Keys of a tile, warps, stages of the pipeline that loads ahead. Answers are bound by memory: small tiles and many stages keep
-# loads in flight with two to four programs a multiprocessor. Chunks are bound by the tensor cores: eight warps (two
-# warpgroups), or four where 64 queries are all there is. What does not fit into shared memory is passed over when measured.
-_ANSWERS = ((32, 4, 4), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 8, 3))
-_CHUNKS = ((32, 8, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2), (64, 4, 2), (32, 4, 2))
+# Keys of a tile, warps, stages of the pipeline that loads ahead. Looking pages up is a stage of its own, so 5 stages keep two
+# tiles in flight and 7 keep three. Answers are bound by memory: small tiles, with two to four programs a multiprocessor. Chunks
+# are bound by the tensor cores: eight warps (two warpgroups), or four where 64 queries are all there is. What does not fit into
+# shared memory is passed over when measured.
+_ANSWERS = ((32, 4, 5), (32, 4, 7), (64, 4, 5), (64, 4, 7), (128, 4, 5))
+_CHUNKS = ((32, 8, 3), (32, 8, 5), (64, 4, 5), (64, 8, 3), (64, 8, 5), (128, 8, 3))
 CONFIGS = [
     triton.Config({"KEYS": keys}, num_warps=warps, num_stages=stages) for keys, warps, stages in sorted({*_ANSWERS, *_CHUNKS})
 ]
 
 
 def fitting(configs: list[triton.Config], named: dict[str, object], **fixed: object) -> list[triton.Config]:
-    """Those meant for tiles of so many queries, for the tuner."""
-    few = fixed["SPLIT"] or int(str(fixed["ROWS"])) < 64
-    wanted = set(_ANSWERS if few else _CHUNKS)
+    """Those meant for tiles of so many queries, for the tuner; of 64, which both sorts have, all."""
+    rows = int(str(fixed["ROWS"]))
+    wanted = {*(_ANSWERS if rows <= 64 else ()), *(_CHUNKS if rows >= 64 else ())}
     return [one for one in configs if (one.kwargs["KEYS"], one.num_warps, one.num_stages) in wanted]
 
 
