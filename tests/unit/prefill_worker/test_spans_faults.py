@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from support.groups import SIZE, Halt, answered, check, count, group, ids
 from support.split import Split
+from support.store import until
 from support.workers import Answer, ref
 
 from moonpool.core.errors import DigestMismatch, Reason
@@ -21,13 +21,6 @@ from moonpool.prefill_worker import pace
 
 PROMPT = ids(20 * SIZE + 5, 7)
 ENDS = [12]
-
-
-async def until(condition: Callable[[], Any], what: str, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 class Lost:
@@ -80,13 +73,13 @@ async def test_blocks_of_a_worker_that_is_lost_amid_its_span_are_computed(
             await split.clear_device_pages()
             request = split.asker.request(PROMPT)
             answer = split.gateway.begin(request)
-            await until(lambda: count(split, 1, "span_tokens") or _came(split), f"{name}: nothing came")
+            await until(lambda: _came(split) > 0, f"{name}: nothing came")
             await fault()
             await asyncio.wait_for(answer.over.wait(), 10)
             halt.go()
             assert answer.error is None, f"{name}: {answer.error}"
             split.crowd.tell(MemberChange(split.prefill_members[0], Liveness.LIVE))
-            await until(lambda: split.prefills[1].numbers()["store_connected"], name)
+            await until(lambda: split.prefills[1].numbers()["store_connected"] > 0, name)
             await split.idle(5.0)
             check(split, request, answer)
             assert count(split, 1, "spans_alone") == number + 1, name
