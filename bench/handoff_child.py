@@ -38,6 +38,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print is no answer
     roles = {"store": _store, "prefill": _prefill, "read": _read}
     asyncio.run(roles[role](given, lambda value: print(json.dumps(value), file=out)))
+    sys.stderr.flush()
+    os._exit(0)  # everything is put away; taking an interpreter with torch apart takes seconds in which the other side waits
 
 
 async def _commands() -> AsyncIterator[dict[str, Any]]:

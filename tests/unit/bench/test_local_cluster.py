@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from moonpool.bench.local_cluster import BOTH, local_cluster
+from moonpool.bench.tiny_model import make_tiny_model
 from moonpool.core.errors import ConfigError
 
-pytestmark = [pytest.mark.model, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 CHILD = """
 import sys, threading
@@ -25,8 +26,10 @@ with local_cluster(BOTH, Path(sys.argv[1]), {"store.pool_bytes": "64MiB", "engin
 """
 
 
-def test_a_terminated_measurement_takes_its_cluster_with_it(model_dir: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(model_dir)], stdout=subprocess.PIPE, text=True) as child:
+def test_a_terminated_measurement_takes_its_cluster_with_it(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(make_tiny_model(tmp_path))], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         url = child.stdout.readline().strip()
         with urllib.request.urlopen(f"{url}/v1/models") as answer:

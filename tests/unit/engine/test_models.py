@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from moonpool.core.errors import ConfigError
-from moonpool.engine import models
-from moonpool.engine.bundled import convert_gguf
+from moonpool.engine import checkpoint, models
 from moonpool.engine.checkpoint import model_fingerprint
+from moonpool.engine.gguf_conversion import convert_gguf
 from moonpool.engine.models import resolve_model
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB = 64, 4, 2, 2, 262
@@ -204,7 +204,7 @@ def test_the_fingerprint_follows_config_and_weights_and_is_remembered(tiny_llama
 def test_a_remembered_fingerprint_spares_the_reading(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = model_fingerprint(tiny_llama, tmp_path)
 
-    monkeypatch.setattr(models, "_READ_BYTES", "not a number: reading fails")
+    monkeypatch.setattr(checkpoint, "_READ_BYTES", "not a number: reading fails")
     assert model_fingerprint(tiny_llama, tmp_path) == first
     (note,) = (tmp_path / "fingerprints").iterdir()
     note.write_text("garbage")
