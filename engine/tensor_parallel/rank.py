@@ -1,16 +1,11 @@
 """Rank 1 or above of a worker, a process of its own: gets its share of the weights, then computes its part of every step.
 
-It has no event loop, no page pool and no say in what is computed: which pages a row has comes with the step. It ends when
-rank 0 says so, when the line to it ends, and with the process that started it.
+It has no event loop, no page pool and no say in what is computed: which pages a row has comes with the step.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import socket
-import sys
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +18,8 @@ from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
 from moonpool.engine.recipe import Recipe
 from moonpool.engine.tensor_parallel.line import Line, Step
-from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Parted, Stopped
+from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Stopped
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
-
-_PR_SET_PDEATHSIG = 1
-EXIT_LEFT = 1  # rank 0 is gone, or does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +71,10 @@ class Rank:
             self._meeting.leave()
 
 
-def main() -> None:
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a cgroup: rank 0 ends in order, and ends this one
-        signal.signal(number, signal.SIG_IGN)
-    if os.getppid() != parent:
-        sys.exit(EXIT_LEFT)
-    line = Line(socket.socket(fileno=fd))
-    try:
-        start = Start(**line.record())
-        torch.set_num_threads(start.threads)
-        with torch.inference_mode():
-            Rank(line, start).run()
-    except (EOFError, ConnectionError, Parted):
-        sys.exit(EXIT_LEFT)
-    sys.stderr.flush()
-    os._exit(0)  # everything is put away; what an interpreter does at its end takes time in which rank 0 waits
-
-
-if __name__ == "__main__":
-    main()
+def live(end: socket.socket) -> None:
+    """Until there is nothing more to compute. EOFError, OSError or ``Parted``: rank 0 is gone, or does not answer."""
+    line = Line(end)
+    start = Start(**line.record())
+    torch.set_num_threads(start.threads)
+    with torch.inference_mode():
+        Rank(line, start).run()

@@ -28,7 +28,7 @@ from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 STEP_S = 300.0  # within one step a rank waits no longer for another; rank 0 may wait for K/V from elsewhere meanwhile
 END_S = 3.0  # for a rank to end in order
 TOLD_S = 1.0  # between the end of a rank and that it is known
-_MODULE = "moonpool.engine.tensor_parallel.rank"
+_MODULE = "moonpool.engine.tensor_parallel"
 
 
 class Ranks:
@@ -97,6 +97,7 @@ class Ranks:
         os.close(self._wake)
         if self.pages is not None:
             self.pages.close()
+            self.pages = None
         self.remove_folder()
 
     def _lose(self, why: str) -> None:
