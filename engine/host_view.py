@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from moonpool.core.device_memory import DeviceMemory
 from moonpool.core.errors import TransferFailed
 from moonpool.core.page_view import PageView
 from moonpool.engine.backends import Hook, Span
@@ -33,8 +34,13 @@ Hooks = tuple[Hook | None, Hook | None]  # before_layer and on_layer
 
 
 class HostView(PageView, Protocol):
+    in_device: DeviceMemory | None  # the same bytes on a GPU; None where there are none, or others
+
     def step(self, spans: Sequence[Span], before_layer: Hook | None, on_layer: Hook | None) -> AbstractContextManager[Hooks]:
         """Around one forward pass: the hooks for its backend. What hooks raise comes out, at the end too."""
+
+    def landed(self, layer: int) -> None:
+        """Blocks until all of ``layer`` that came in is on the device, too."""
 
     def behind(self, pages: Sequence[int]) -> bool:
         """Whether ``bytes`` lacks anything that steps wrote into ``pages``."""
@@ -51,6 +57,8 @@ class HostView(PageView, Protocol):
 class OwnMemory:
     """Canonical pages in host memory."""
 
+    in_device = None
+
     def __init__(self, memory: PageTensor) -> None:
         layout = memory.layout
         self.bytes: NDArray[np.uint8] = (
@@ -62,6 +70,9 @@ class OwnMemory:
         yield before_layer, on_layer
 
     def came_in(self, layer: int, pages: Sequence[int]) -> None:
+        pass
+
+    def landed(self, layer: int) -> None:
         pass
 
     def behind(self, pages: Sequence[int]) -> bool:
@@ -84,6 +95,7 @@ class StagedView:
     def __init__(self, memory: PageTensor, packing: Packing, lanes: Lanes, host: torch.Tensor) -> None:
         """``host``: uint8 [pages, layers, slice_bytes], pinned where the pages are a GPU's."""
         self.bytes: NDArray[np.uint8] = host.numpy()
+        self.in_device = _in_device(memory)
         self._memory, self._packing, self._lanes, self._host = memory, packing, lanes, host
         self._lock = threading.Lock()  # all below
         self._behind = np.zeros(memory.pages, dtype=np.bool_)
@@ -157,6 +169,12 @@ class StagedView:
             return self._lanes.inward.put(copy, (self._over,))
         except RuntimeError as e:  # what torch raises, out of memory included
             raise TransferFailed(f"KV could not be copied to the device: {e}") from e
+
+    def landed(self, layer: int) -> None:
+        with self._lock:
+            came = self._came.get(layer)
+        if came is not None:
+            came.wait()
 
     def behind(self, pages: Sequence[int]) -> bool:
         with self._lock:
@@ -232,6 +250,13 @@ class _Sending:
     def settle(self) -> None:
         if self._under_way is not None:
             self._under_way[1].wait()
+
+
+def _in_device(memory: PageTensor) -> DeviceMemory | None:
+    """Canonical pages of a GPU."""
+    if memory.device.type != "cuda" or memory.exponents is not None:
+        return None
+    return DeviceMemory(memory.tensor.data_ptr(), memory.pages * memory.layout.block_bytes, memory.device.index)
 
 
 def fresh_pages(spans: Sequence[Span], block_tokens: int) -> dict[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.config import TransferConfig
+from moonpool.core.device_memory import DeviceMemory
 from moonpool.core.errors import MoonpoolError, TransferFailed
 from moonpool.core.handoff import Drained
 from moonpool.core.ids import Incarnation, MemberId
@@ -22,7 +23,7 @@ from moonpool.core.request import Attempt
 from moonpool.kvstore.push_landing import PushLanding
 from moonpool.kvstore.push_target import PushTarget
 from moonpool.kvstore.sealing.keys import KvKey
-from moonpool.kvstore.transfer.carrier import Endpoint, Sender
+from moonpool.kvstore.transfer.carrier import Endpoint, ReadsDevice, Sender
 from moonpool.kvstore.transfer.choose import (
     MakeSender,
     carriers_for,
@@ -57,7 +58,9 @@ class Pusher:
         *,
         senders: MakeSender | None = None,
         key: KvKey | None = None,
+        in_device: DeviceMemory | None = None,
     ) -> None:
+        """``in_device``: where ``source`` lies on a GPU, too; a carrier that can reads it there, and says so."""
         self._member = member
         self._layout = layout
         self._config = config
@@ -65,6 +68,7 @@ class Pusher:
         self._sealed = key is not None
         memories = [source] if isinstance(source, np.ndarray) else source
         self._memories = tuple(_flat(memory) for memory in memories)
+        self._in_device = in_device
         self._senders: dict[str, Sender] = {}
         self._targets: dict[tuple[str, Incarnation], PushTarget] = {}  # by address and life; oldest use first
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -190,6 +194,8 @@ class Pusher:
         if carrier not in self._senders:
             sender = self._make_sender(carrier, self._member, self._config, self._notify)
             try:
+                if self._in_device is not None and isinstance(sender, ReadsDevice):
+                    sender.read_from(self._in_device)
                 sender.register(self._memories)
             except BaseException:
                 sender.close()

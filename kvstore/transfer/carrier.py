@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moonpool.core.device_memory import DeviceMemory
 from moonpool.core.ids import Incarnation, NodeId
 from moonpool.core.landing import Region
 from moonpool.kvstore.claims import Life
@@ -101,6 +102,17 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Blocks until the thread is gone and the memory is no longer offered; only then may it be unmapped."""
+
+
+@runtime_checkable
+class ReadsDevice(Protocol):
+    """A sending end that may read source memory 0 from a GPU."""
+
+    def read_from(self, memory: DeviceMemory) -> None:
+        """Before ``register``: memory 0 lies there, too, with the same bytes at the same offsets whenever they are pushed.
+
+        Where that cannot be, the host's copy is read, and ``transport_used`` says why.
+        """
 
 
 class Sender(Protocol):

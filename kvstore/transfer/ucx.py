@@ -63,6 +63,23 @@ def new_agent(name: str, config: TransferConfig) -> Any:
     return agent
 
 
+def device_trouble(agent: Any, config: TransferConfig) -> str | None:
+    """Why ``agent`` cannot read a GPU's memory; None where it can.
+
+    NIXL's back end claims to know such memory whatever its UCX was built with, so UCX's own module is looked for; where that
+    is missing, or not allowed, UCX would take a device's address for one of the host.
+    """
+    if "VRAM" not in agent.get_backend_mem_types("UCX"):
+        return "NIXL's UCX knows no device memory"
+    loaded = _loaded_libraries()
+    if not any(any((Path(path).parent / "ucx").glob("libuct_cuda*")) for path in loaded.values()):
+        return "this UCX is built without CUDA"
+    allowed = os.environ.get("UCX_TLS", config.ucx_tls).split(",")
+    if not any(name == "all" or name.lstrip("\\").startswith("cuda") for name in allowed):
+        return f"transfer.ucx_tls {','.join(allowed)!r} allows no cuda"
+    return None
+
+
 def nixl_errors() -> tuple[type[Exception], ...]:
     """Everything NIXL raises (its exceptions share no base class)."""
     from nixl_cu12 import _bindings

@@ -14,6 +14,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moonpool.core.config import TransferConfig
+from moonpool.core.device_memory import DeviceMemory
 from moonpool.core.errors import MoonpoolError, TransferFailed
 from moonpool.core.membership import Member
 from moonpool.kvstore.transfer import ucx
@@ -40,6 +41,9 @@ class UcxSender:
         self._thread.start()
         atexit.register(self.close)  # an interpreter that ends under the thread would end in an abort
 
+    def read_from(self, memory: DeviceMemory) -> None:
+        self._submit(lambda: self._wire.read_from(memory))
+
     def register(self, memories: Sequence[NDArray[np.uint8]]) -> None:
         memory_extents(memories)  # a wrong shape is the caller's to hear
         self._submit(lambda: self._wire.begin(memories))
@@ -61,7 +65,7 @@ class UcxSender:
         return self._wire.sent
 
     def transport_used(self) -> str:
-        return self._wire.transport
+        return self._wire.transport + self._wire.read
 
     def close(self) -> None:
         self._close(TransferFailed("the sending end is closed"))

@@ -21,6 +21,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moonpool.core.config import TransferConfig
+from moonpool.core.device_memory import DeviceMemory
 from moonpool.core.errors import MoonpoolError, PeerSilent, TransferFailed
 from moonpool.core.membership import Member
 from moonpool.kvstore.transfer import ucx
@@ -76,13 +77,19 @@ class UcxWire:
         self._scratch = np.zeros(WARM_UP_BYTES, dtype=np.uint8)
         self._sources = Extents({}, {})
         self._agent: Any = None
-        self._registered: Any = None
+        self._registered: list[Any] = []
+        self._device: DeviceMemory | None = None  # where memory 0 lies, too
+        self._from_device = False
         self._life = 0
         self._errors: tuple[type[Exception], ...] = ()
         self._peers: dict[str, _Peer] = {}
         self._stepped: float | None = None
         self.sent = 0
         self.transport = UNKNOWN
+        self.read = ""  # where memory 0 is read, where there is a choice
+
+    def read_from(self, memory: DeviceMemory) -> None:
+        self._device = memory
 
     def begin(self, memories: Sequence[NDArray[np.uint8]]) -> None:
         """Where the agent cannot be made now, it is tried again for the next push or connection."""
@@ -212,12 +219,15 @@ class UcxWire:
         peer.posted.append(write)
         pieces = coalesce(write.pieces)
         here, there = (np.zeros((len(pieces), 3), dtype=np.uint64) for _ in range(2))
-        memory = self._scratch.ctypes.data if write.warms_up else self._sources.begin[pieces[:, MEMORY]]
+        memory: Any = self._scratch.ctypes.data if write.warms_up else self._sources.begin[pieces[:, MEMORY]]
+        kind = "DRAM"
+        if self._from_device and self._device is not None and not write.warms_up:
+            memory, kind, here[:, 2] = self._device.address, "VRAM", self._device.device
         here[:, 0] = memory + pieces[:, OFFSET]
         there[:, 0] = peer.regions.begin[pieces[:, REGION]] + pieces[:, TARGET]
         here[:, 1] = there[:, 1] = pieces[:, LENGTH]
         agent = self._agent
-        local, remote = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM")
+        local, remote = agent.get_xfer_descs(here, kind), agent.get_xfer_descs(there, "DRAM")
         operation = "READ" if write.warms_up else "WRITE"
         write.handle = agent.initialize_xfer(operation, local, remote, peer.target.agent_name)
         if not write.warms_up:
@@ -294,16 +304,32 @@ class UcxWire:
         self._errors = ucx.nixl_errors()
         wanted = [(m.ctypes.data, m.size, 0, "") for m in (*self._memories, self._scratch) if m.size]
         try:
-            self._registered = agent.register_memory(wanted, "DRAM")
+            self._registered = [agent.register_memory(wanted, "DRAM")]
         except self._errors as e:
             raise TransferFailed(f"UCX could not register the source memory ({type(e).__name__}: {e})") from e
         self._agent = agent
+        if self._device is not None:
+            trouble = self._register_device(agent, self._device)
+            self._from_device = trouble is None
+            self.read = ", from device pages" if trouble is None else f", from the host's view: {trouble}"
+            log.info("ucx_source", read=self.read)
+
+    def _register_device(self, agent: Any, device: DeviceMemory) -> str | None:
+        """Or why not."""
+        trouble = ucx.device_trouble(agent, self._config) if len(self._memories) == 1 else "there are several memories"
+        if trouble is None:
+            try:
+                self._registered.append(agent.register_memory([(device.address, device.size, device.device, "")], "VRAM"))
+            except self._errors as e:
+                trouble = f"UCX could not register it ({type(e).__name__}: {e})"
+        return trouble
 
     def _destroy_agent(self) -> None:
         if self._agent is None:
             return
-        self._quietly(lambda: self._agent.deregister_memory(self._registered))
-        self._agent = self._registered = None
+        for registered in self._registered:
+            self._quietly(lambda registered=registered: self._agent.deregister_memory(registered))  # type: ignore[misc]
+        self._agent, self._registered = None, []
         ucx.collect_agent()
 
 
