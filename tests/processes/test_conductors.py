@@ -14,21 +14,23 @@ import pytest
 from support.cluster import LocalCluster, complete, running
 from support.victims import live_again
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+from moonpool.bench.tiny_model import TINY_IDS
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 NODES = [{"name": "a", "prefill": 2}, {"name": "b", "decode": 1, "conductor": 2, "gateway": 1}]
 CONDUCTORS = ("conductor-0", "conductor-1")
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return [random.Random(f"conductors {seed}/{i}").randrange(1000, 49000) for i in range(length)]
+    return [random.Random(f"conductors {seed}/{i}").randrange(TINY_IDS) for i in range(length)]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator[LocalCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[LocalCluster]:
     """The agent's kill is off: a stopped process stays stopped."""
-    folder = tmp_path_factory.mktemp("conductors")
-    with running(LocalCluster(folder, model_dir, NODES, timing__kill_after_ms=0)) as cluster:
+    settings = {"timing__kill_after_ms": 0, "store__pool_bytes": 64 << 20, "engine__page_bytes": 32 << 20}
+    with running(LocalCluster(tmp_path_factory.mktemp("conductors"), tiny_model, NODES, **settings)) as cluster:
         yield cluster
 
 
@@ -59,7 +61,7 @@ async def test_requests_keep_flowing_when_the_conductor_is_killed_and_the_next_o
             assert (await complete(client, prompt(200, seed), 2)).status == 200
         victim = placing(cluster)
         before = cluster.member(victim)
-        under_way = [asyncio.create_task(complete(client, prompt(600, 10 + i), 4)) for i in range(6)]
+        under_way = [asyncio.create_task(complete(client, prompt(600, 10 + i), 400)) for i in range(6)]
         await asyncio.sleep(0.3)
         os.kill(before.pid, signal.SIGKILL)
         began = time.monotonic()
