@@ -40,6 +40,7 @@ NOT_CONFIGURATION = frozenset(
 JSON_KEYS = {
     "cluster.nodes": '[{"name": "a", "prefill": 1}]',
     "model.aliases": '["gpt-4o-mini"]',
+    "model.adapters": '{"polite": "/adapters/polite"}',
     "gateway.models": '[{"name": "big", "path": "/models/big"}]',
     "gateway.cors_origins": '["https://chat.example.com"]',
     "cluster.ray_cpus": '{"prefill": 4, "decode": 4}',

@@ -87,7 +87,7 @@ def _check_models(config: Config) -> None:
     """Every name and alias means one model."""
     seen: set[str] = set()
     for model in config.models:
-        for name in (model.served_name, *model.aliases):
+        for name in (model.served_name, *model.aliases, *model.adapters):
             if len(name) > MAX_MODEL_CHARS or not name.isprintable() or (name != name.strip()):
                 raise ConfigError(
                     f"model.name: {name[:MAX_MODEL_CHARS]!r} is no name of a model; use up to {MAX_MODEL_CHARS} printable "
@@ -95,8 +95,8 @@ def _check_models(config: Config) -> None:
                 )  # fmt: skip
             if name in seen:
                 raise ConfigError(
-                    f"gateway.models: {name!r} names two models; give each of gateway.models a name and aliases that nothing "
-                    "else has, [model] included", param="gateway.models",
+                    f"gateway.models: {name!r} names two models; give each of gateway.models a name, aliases and adapters that "
+                    "nothing else has, [model] included", param="gateway.models",
                 )  # fmt: skip
             seen.add(name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +44,20 @@ def local_model(path: str, progress: Callable[[str], None]) -> Path:
 
 def with_models_fetched(config: Config, progress: Callable[[str], None]) -> Config:
     """``config`` once the models of ``gateway.models`` are here: their names and the paths of those that are folders spelled
-    out, so that processes elsewhere mean the same ones. ConfigError where one cannot be had.
+    out, and those of adapters, so that processes elsewhere mean the same ones. ConfigError where one cannot be had.
     """
     found = []
     for model in config.gateway.models:
         directory = local_model(model.path, progress)
         is_folder = Path(model.path).expanduser().absolute() == directory
-        found.append(model.model_copy(update={"name": model.served_name, "path": str(directory) if is_folder else model.path}))
-    return config.model_copy(update={"gateway": config.gateway.model_copy(update={"models": tuple(found)})})
+        named = {"name": model.served_name, "path": str(directory) if is_folder else model.path}
+        found.append(model.model_copy(update={**named, "adapters": _spelled_out(model.adapters)}))
+    own = config.model.model_copy(update={"adapters": _spelled_out(config.model.adapters)})
+    return config.model_copy(update={"model": own, "gateway": config.gateway.model_copy(update={"models": tuple(found)})})
+
+
+def _spelled_out(places: Mapping[str, str]) -> dict[str, str]:
+    return {name: str(Path(place).expanduser().absolute()) for name, place in places.items()}
 
 
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:

@@ -78,6 +78,14 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """Low-rank weights that are added to the model's. ``digest`` tells two apart on every host, whatever they are called."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request. ``keys`` are the block keys of the whole blocks of ``prompt`` under ``namespace``."""
 
@@ -92,6 +100,12 @@ class Request:
     kind: str = ""  # of traffic, as in ``core.use.Use``
     priority: int = 0  # larger is more urgent, among requests of its tenant
     weight: float = 1.0  # of its tenant, where tenants compete
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_digest(self) -> str:
+        """Empty: the model alone."""
+        return self.adapter.digest if self.adapter else ""
 
     @property
     def use(self) -> Use:

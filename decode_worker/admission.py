@@ -27,6 +27,7 @@ def check_attempt(attempt: Attempt, engine: Engine) -> None:
             f"a prompt of {len(request.prompt)} tokens came with {len(request.keys)} block keys, blocks of {size} tokens have "
             f"{len(request.prompt) // size}; start gateway and workers with the same engine.block_tokens"
         )
+    engine.require_adapter(request.adapter)
     if attempt.siblings and attempt.emitted:
         raise InvalidRequest(f"siblings: {len(attempt.siblings)} begin with an attempt that has ids already; place them alone")
     if len(attempt.context) + min(request.sampling.max_tokens, 1) > token_limit(engine):

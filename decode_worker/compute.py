@@ -49,7 +49,10 @@ class Computer:
             draws.append(_draws(seq) if row.samples else None)
             scores = None if seq.scores is None or seq.scores.complete else seq.scores
             table, wants_logits = tuple(seq.pages), bool(draws[-1])
-            rows.append(Row.of(seq.tokens, row.start, row.end, table, wants_logits=wants_logits, scores=scores))
+            adapter = seq.attempt.request.adapter_digest
+            rows.append(
+                Row.of(seq.tokens, row.start, row.end, table, wants_logits=wants_logits, scores=scores, adapter=adapter)
+            )
         self._watch.began(time.monotonic())
         computing = asyncio.get_running_loop().run_in_executor(self._thread, self._compute, rows, draws)
         computing.add_done_callback(lambda _: self._watch.ended(time.monotonic()))

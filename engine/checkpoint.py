@@ -19,6 +19,16 @@ def default_cache() -> Path:
     return Path.home() / ".cache/moonpool/models"
 
 
+def require_model(model_dir: Path) -> None:
+    """ConfigError where ``model_dir`` is that of an adapter, which the library would merge or stumble over."""
+    if (model_dir / ADAPTER_CONFIG).is_file():
+        raise ConfigError(
+            f"model.path: {model_dir} is an adapter ({ADAPTER_CONFIG}), not a model; give its base model as model.path and "
+            "this directory in model.adapters",
+            param="model.path",
+        )
+
+
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of the checkpoint; ConfigError naming the first that is missing."""
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from moonpool.core.blocks import blocks_for
 from moonpool.core.config import Config
-from moonpool.core.errors import Bug
+from moonpool.core.errors import Bug, LayoutMismatch
 from moonpool.core.hits import hit_quantum
+from moonpool.core.request import Adapter
 from moonpool.engine import attention
 from moonpool.engine.adapting import choose_adapted, require_fit
 from moonpool.engine.backends import Hook, Span
@@ -124,6 +125,14 @@ class Engine:
         with self.view.step(spans, before_layer, on_layer) as (before, on):
             logits = self._backend.forward(ids, spans, wanted, before, on)
         return _last(rows, logits.cpu())
+
+    def require_adapter(self, adapter: Adapter | None) -> None:
+        """LayoutMismatch unless rows may name it."""
+        if adapter is not None and adapter.digest not in self.adapters:
+            raise LayoutMismatch(
+                f"adapter {adapter.name!r} with digest {adapter.digest} is not loaded here; start gateway and workers with the "
+                "same model.adapters, and the same files in these directories"
+            )
 
     def copy_page(self, source: int, target: int) -> None:
         """All layers of page ``source`` into ``target``: the private copy of a shared last block."""

@@ -21,7 +21,7 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.layout import ITEM_BYTES, MLA
 from moonpool.core.parsing import read_json
 from moonpool.engine import attention
-from moonpool.engine.checkpoint import weight_files
+from moonpool.engine.checkpoint import require_model, weight_files
 from moonpool.engine.device import available, device_of, page_bytes
 from moonpool.engine.latent_attention import page_latents
 from moonpool.engine.page_tensor import CPU
@@ -120,6 +120,7 @@ def _available() -> int:
 
 
 def read_config(model_dir: Path) -> PreTrainedConfig:
+    require_model(model_dir)
     file = model_dir / "config.json"
     if not file.is_file():
         raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from moonpool.core.errors import ConfigError
 from moonpool.engine.bundled import BUNDLED, fetch_bundled
+from moonpool.engine.checkpoint import require_model
 
 Progress = Callable[[str], None]
 
@@ -28,6 +29,7 @@ def resolve_model(path: str, cache: Path, progress: Progress) -> Path:
         return _bundled(path, cache, progress)
     local = Path(path).expanduser()
     if path and local.is_dir():
+        require_model(local)
         return local.resolve()
     if not _HUB_ID.match(path):
         raise ConfigError(

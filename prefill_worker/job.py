@@ -213,13 +213,17 @@ class Job:
             elif layer == 0:  # nothing to wait for
                 self.life.stamp(Instant.PREFIX_LOADED, time.monotonic())
             if reused:
+                self._engine.view.landed(layer)  # a carrier may read it there
                 self._tell_layer(chunk.number, layer, reused)
 
         def on_layer(layer: int) -> None:
             self._tell_layer(chunk.number, layer, blocks)
 
         states = self._states() if chunk.last else []
-        row = Row.of(self.tokens, chunk.start, chunk.end, self.pages, wants_logits=bool(states), scores=self.scores)
+        adapter = self.job.attempt.request.adapter_digest
+        row = Row.of(
+            self.tokens, chunk.start, chunk.end, self.pages, wants_logits=bool(states), scores=self.scores, adapter=adapter
+        )
         logits = self._engine.forward([row], before_layer=before_layer, on_layer=on_layer)
         self._told = chunk.end // self._engine.layout.block_tokens
         if not chunk.last:

@@ -74,7 +74,8 @@ class PrefillWorker:
         self._jobs: dict[JobKey, Job] = {}  # until their pages are back
         self._newest: dict[RequestId, int] = {}  # attempts of requests with jobs here
         self._handoffs = Handoffs(member, engine.layout, engine.view, peers, config.timing)  # of spans before its own
-        self._pusher = Pusher(member, engine.layout, engine.kv_bytes, config.transfer, key=kv_key)
+        view = engine.view
+        self._pusher = Pusher(member, engine.layout, view.bytes, config.transfer, key=kv_key, in_device=view.in_device)
         reuse, stuck_s = config.engine.reuse, config.timing.stuck_after_ms / 1e3
         turns = prompt_turns(config)
         parts = member, engine, peers, self._planner, self._handoffs, self._pusher, turns
@@ -132,6 +133,7 @@ class PrefillWorker:
                 param="prompt",
             )
         require_spans(job.helpers, len(attempt.context), self._engine.layout.block_tokens)
+        self._engine.require_adapter(attempt.request.adapter)
         request = attempt.request.id
         if attempt.number <= self._newest.get(request, -1):
             raise Cancelled(f"attempt {attempt.number} of {request} is replaced by attempt {self._newest[request]}")

@@ -36,7 +36,8 @@ def build_app(
     async def all_models(request: Request) -> Response:
         """Every name and alias that this caller may use: some clients look theirs up here, and take the first otherwise."""
         served = models.of(caller_of(request))
-        names = [(one.name, one) for one in served] + [(alias, one) for one in served for alias in one.aliases]
+        names = [(one.name, one) for one in served]
+        names += [(name, one) for one in served for name in one.names if name != one.name]
         return json_response({"object": "list", "data": [_card(name, one, created) for name, one in names]})
 
     @app.get("/v1/models/{name:path}")
@@ -96,14 +97,15 @@ def build_app(
 
 
 def _card(name: str, model: Served, created: int) -> dict[str, Any]:
-    """``root``: the model's own name, where ``name`` is an alias of it."""
+    """``root``: the model's own name, where ``name`` is an alias of it; ``parent``: the model of the adapter ``name``."""
+    adapter = name in model.adapters
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "moonpool",
-        "root": model.name,
-        "parent": None,
+        "root": name if adapter else model.name,
+        "parent": model.name if adapter else None,
         "max_model_len": model.roster.limits().context,
     }
 

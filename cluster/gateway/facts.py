@@ -8,6 +8,7 @@ from typing import Any
 
 from moonpool.core.errors import ConfigError
 from moonpool.core.parsing import read_json
+from moonpool.engine.checkpoint import require_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class ModelFacts:
 
 def read_facts(model_dir: Path, *, max_context: int) -> ModelFacts:
     """``max_context`` is the configured limit; 0: the model's own. ConfigError where the directory does not say."""
+    require_model(model_dir)
     path, generation = model_dir / "config.json", model_dir / "generation_config.json"
     raw = _read(path)
     nested = raw.get("text_config")  # multimodal models nest their language model

@@ -28,7 +28,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import InvalidRequest, NoPath
 from moonpool.core.ids import RequestId
 from moonpool.core.lifetime import Instant, Lifetime
-from moonpool.core.request import Request, Targets
+from moonpool.core.request import Adapter, Request, Targets
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may fill the context
 TTFT_HEADER = "x-ttft-target-ms"
@@ -49,13 +49,16 @@ class Intake:
         roster: Roster,
         conductors: Conductors,
         streams: DecodeStreams,
+        adapters: Mapping[str, Adapter],
     ) -> None:
+        """``adapters`` by the name that a request asks for as its model."""
         self._config = config
         self._prompts = prompts
         self._guiding = guiding
         self._roster = roster
         self._conductors = conductors
         self._streams = streams
+        self._adapters = adapters
         self._now = asyncio.get_running_loop().time
 
     async def generation(
@@ -67,7 +70,8 @@ class Intake:
         """
         targets, budget_ms = self._targets(headers, body.slo or Slo(), caller), self._budget_ms(headers)
         priority, kind = _priority(headers, body, caller), _kind(headers, body)
-        named = self._roster.hasher(caller, body.cache_salt)
+        adapter = self._adapters.get(body.model)
+        named = self._roster.hasher(caller, body.cache_salt, adapter)
         guide = await self._guiding.of(body, caller.tenant)
         prompts = await self._prompts.of(body, size, named[0] if named else None, caller.tenant)
         lifetime.stamp(Instant.TOKENISED, self._now())
@@ -92,6 +96,7 @@ class Intake:
                 kind,
                 priority,
                 caller.weight,
+                adapter,
             )
             choices = [seeded(request, choice) for choice in range(body.drawn)]
             if len(prompts) * body.drawn > 1:

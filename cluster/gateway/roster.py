@@ -7,6 +7,7 @@ from moonpool.cluster.gateway.tenants.caller import ANYBODY, Caller
 from moonpool.core.blocks import BlockHasher, namespace
 from moonpool.core.ids import Incarnation, MemberId, Role
 from moonpool.core.membership import Member, Peers
+from moonpool.core.request import Adapter
 
 
 class Roster:
@@ -45,13 +46,16 @@ class Roster:
         context = min([self._max_context, *(b for b in bounds if b)])
         return Limits(context=context, prompt=max((m.max_prompt for m in prefill), default=0) or context)
 
-    def hasher(self, caller: Caller = ANYBODY, cache_salt: str = "") -> tuple[BlockHasher, bytes] | None:
-        """Hasher and namespace of the workers' layout, which ``caller`` shares with its tenant or region only; None while no
-        worker is known."""
+    def hasher(
+        self, caller: Caller = ANYBODY, cache_salt: str = "", adapter: Adapter | None = None
+    ) -> tuple[BlockHasher, bytes] | None:
+        """Hasher and namespace of the workers' layout, which ``caller`` shares with its tenant or region only and nobody with
+        another ``adapter``; None while no worker is known."""
         layouts = [m.layout for m in self._ready(Role.DECODE, Role.BOTH, Role.PREFILL) if m.layout is not None]
         if not layouts:
             return None
-        named = namespace(layouts[0], tenant_salt=caller.salt(self._hash_key, cache_salt))
+        digest, salt = adapter.digest if adapter else "", caller.salt(self._hash_key, cache_salt)
+        named = namespace(layouts[0], adapter=digest, tenant_salt=salt)
         return BlockHasher(self._hash_key, named, layouts[0].block_tokens), named
 
     def hasher_of(self, namespace: bytes) -> BlockHasher | None:

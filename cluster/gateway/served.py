@@ -24,6 +24,8 @@ from moonpool.core.config import Config
 from moonpool.core.errors import UnknownModel
 from moonpool.core.ids import Role
 from moonpool.core.membership import Peers
+from moonpool.core.request import Adapter
+from moonpool.engine.checkpoint import adapter_digest, default_cache
 from moonpool.engine.guides import Guides
 
 _log = structlog.get_logger()
@@ -35,6 +37,7 @@ class Served:
 
     name: str
     aliases: tuple[str, ...]
+    adapters: tuple[str, ...]  # names under which an adapter of it answers
     prompts: Prompts
     guiding: Guiding
     roster: Roster
@@ -49,12 +52,13 @@ class Served:
         guiding = Guiding(Guides(model_dir, facts.vocab_size, facts.eos_ids), prompts.tokenizer)
         group = Group(peers, config.model_name)
         roster, conductors = Roster(group, hash_key, facts.max_context), Conductors(group, config.timing)
-        intake = Intake(config, prompts, guiding, roster, conductors, streams)
-        return cls(config.model_name, config.model.aliases, prompts, guiding, roster, conductors, intake)
+        adapters = await asyncio.to_thread(_adapters, config)
+        intake = Intake(config, prompts, guiding, roster, conductors, streams, adapters)
+        return cls(config.model_name, config.model.aliases, tuple(adapters), prompts, guiding, roster, conductors, intake)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.name, *self.aliases)
+        return (self.name, *self.aliases, *self.adapters)
 
     @property
     def tokens(self) -> TokenTable:
@@ -64,6 +68,12 @@ class Served:
         await self.conductors.close()
         self.prompts.close()
         self.guiding.close()
+
+
+def _adapters(config: Config) -> dict[str, Adapter]:
+    """By name. ConfigError where files are missing; what is in them is for workers to judge."""
+    named = config.model.adapters.items()
+    return {name: Adapter(name, adapter_digest(name, Path(place).expanduser(), default_cache())) for name, place in named}
 
 
 class Models:
@@ -98,7 +108,8 @@ class Models:
         """UnknownModel, naming those that there are for ``caller``."""
         found = self._by_name.get(name)
         if found is None or not caller.may_use(found.name):
-            offered = ", ".join(repr(one.name) for one in self.of(caller)) or "none: this key may use no model"
+            names = [repr(name) for one in self.of(caller) for name in (one.name, *one.adapters)]
+            offered = ", ".join(names) or "none: this key may use no model"
             raise UnknownModel(f"model: {name[:100]!r} is not served here; use {offered}", param="model")
         return found
 

@@ -26,7 +26,7 @@ def shape_of(id: str, generation: Generation, model: Served, body: SamplingBody)
     shown = [run for run in generation.prompts for _ in range(generation.shown)]  # of each choice, the one with its prompt
     head = Head(
         id=id,
-        model=model.name,
+        model=body.model if body.model in model.adapters else model.name,
         created=int(time.time()),
         name_bytes=model.tokens.name_bytes,
         logprobs=body.alternatives is not None,

@@ -116,6 +116,7 @@ async def split_path(
     prefill_config: dict[str, Any] | None = None,
     store: dict[str, Any] | None = None,
     security: dict[str, Any] | None = None,
+    adapters: dict[str, str] | None = None,
     decode_kind: type[DecodeWorker] = DecodeWorker,
     make_view: Callable[[PageTensor], HostView] = view_of,
     dtype: Literal["bfloat16", "float32"] = "float32",
@@ -124,9 +125,10 @@ async def split_path(
     """``nodes``: of the prefill workers (one for each, or one for all), of the decode worker; one store node for each node. No
     prefill worker: role both.
 
-    ``store``, ``security``: values of these sections.
+    ``store``, ``security``: values of these sections. ``adapters``: directories by name.
     """
     base = config_for(model, dtype=dtype, **engine)
+    base = base.model_copy(update={"model": base.model.model_copy(update={"adapters": adapters or {}})})
     async with AsyncExitStack() as stack:
         probe = load_engine(base, model, threads=1, cache=model)
         layout = probe.layout

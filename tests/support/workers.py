@@ -179,7 +179,7 @@ def generate(engine: Engine, request: Request) -> list[int]:
     start = 0
     try:
         while True:
-            logits = engine.forward([Row(tokens[start:], start, pages, True)])
+            logits = engine.forward([Row(tokens[start:], start, pages, True, adapter=request.adapter_digest)])
             start = len(tokens)
             state = SamplerState(request.sampling, request.prompt, outputs, engine.guides.allowed_by(request.sampling, outputs))
             token = sample(logits, [state], engine.eos_ids)[0].token

@@ -233,6 +233,7 @@ class Request(message.Message):
     KIND_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     id: builtins.str
     namespace: builtins.bytes
     tenant: builtins.str
@@ -248,6 +249,8 @@ class Request(message.Message):
     def keys(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @builtins.property
     def targets(self) -> Targets: ...
+    @builtins.property
+    def adapter(self) -> Adapter: ...
     def __init__(
         self,
         *,
@@ -262,10 +265,33 @@ class Request(message.Message):
         kind: builtins.str = ...,
         priority: builtins.int = ...,
         weight: builtins.float = ...,
+        adapter: Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["sampling", b"sampling", "targets", b"targets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "sampling", b"sampling", "targets", b"targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["id", b"id", "keys", b"keys", "kind", b"kind", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapter", b"adapter", "id", b"id", "keys", b"keys", "kind", b"kind", "namespace", b"namespace", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "targets", b"targets", "tenant", b"tenant", "turn", b"turn", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Adapter(message.Message):
+    """Low-rank weights that are added to the model's."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    digest: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

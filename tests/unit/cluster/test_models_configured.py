@@ -33,6 +33,7 @@ def loaded(settings: Mapping[str, Any]) -> Config:
         ({"gateway.models": [{"name": "big"}]}, "has no path"),
         ({"gateway.models": [{"path": "/m/smollm2"}]}, "'smollm2' names two models"),
         ({"gateway.models": [BIG], "model.aliases": ["gpt-4o"]}, "'gpt-4o' names two models"),
+        ({"gateway.models": [BIG], "model.adapters": {"gpt-4o": "/m/polite"}}, "'gpt-4o' names two models"),
         ({"gateway.models": [{**BIG, "aliases": [" x"]}]}, "' x' is no name of a model"),
         ({"gateway.models": [{**BIG, "pathh": "x"}]}, "did you mean path"),
         ({"cluster.nodes": NODES}, "node 'b' is of model 'big'; use one of smollm2"),

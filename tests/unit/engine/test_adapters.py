@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_runner import Runner, random_ids, save_tiny
 from safetensors.torch import load_file, save_file
+from support.adapters import write_adapter
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from moonpool.core.blocks import BlockHasher, namespace
@@ -19,6 +20,7 @@ from moonpool.core.config import Config, EngineConfig, ModelConfig
 from moonpool.core.errors import ConfigError, UnsupportedModel
 from moonpool.engine.checkpoint import adapter_digest
 from moonpool.engine.engine import Engine, Row, load_engine
+from moonpool.engine.models import resolve_model
 from moonpool.engine.trial import difference
 
 SIZES = {
@@ -39,28 +41,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
 }
 OUTPUTS = 12
-
-
-def write_adapter(
-    directory: Path, model_dir: Path, targets: Sequence[str], *, rank: int, alpha: float, seed: int, rslora: bool = False
-) -> dict[str, torch.Tensor]:
-    """A random one as PEFT saves it. What it adds to each weight, by the weight's name."""
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir)
-    draw = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    added: dict[str, torch.Tensor] = {}
-    scaling = alpha / (rank**0.5 if rslora else rank)
-    for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] in targets:
-            down = torch.randn((rank, module.in_features), generator=draw) * 0.2
-            up = torch.randn((module.out_features, rank), generator=draw) * 0.2
-            tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
-            added[f"{name}.weight"] = scaling * up @ down
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": rslora, "target_modules": list(targets)}
-    (directory / "adapter_config.json").write_text(json.dumps(config | {"bias": "none", "use_dora": False}))
-    return added
 
 
 @torch.inference_mode()
@@ -237,3 +217,13 @@ def test_where_adapters_are_not_computed_the_field_says_so(llama: Adapted, tmp_p
         _load(llama, {"narrow": narrow}, backend="compiled")
     with pytest.raises(ConfigError, match=r"engine.tensor_parallel: 2 ranks do not share adapters"):
         _load(llama, {"narrow": narrow}, tensor_parallel=2)
+
+
+def test_a_directory_of_an_adapter_is_no_model(llama: Adapted) -> None:
+    for path in (llama.model_dir / "narrow", llama.model_dir):
+        (path / "adapter_config.json").touch()
+        with pytest.raises(ConfigError, match=r"model.path: .* is an adapter .*give its base model .* in model.adapters"):
+            resolve_model(str(path), path, lambda _: None)
+        with pytest.raises(ConfigError, match="is an adapter"):
+            load_engine(Config(model=ModelConfig(path=str(path))), path, threads=1, pages=8)
+    (llama.model_dir / "adapter_config.json").unlink()

@@ -218,3 +218,42 @@ async def test_prompts_of_the_warm_file_are_computed_once_a_model_has_a_path(tin
         asked = [job.attempt.request for job in running.decode.jobs]
         assert [one.sampling.max_tokens for one in asked] == [1, 1]
         assert [one.priority for one in asked] == [-100, -100]
+
+
+async def test_an_adapter_answers_under_its_own_name_and_shares_no_kv_with_its_model(tiny_dir: Path, tmp_path: Path) -> None:
+    for name in ("polite", "terse"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": 4, "name": name}))
+        (tmp_path / name / "adapter_model.safetensors").write_bytes(b"weights")
+    named = {name: str(tmp_path / name) for name in ("polite", "terse")}
+    async with front(tiny_dir, config={"model": {"aliases": ["small"], "adapters": named}}) as running:
+        running.decode.script = says(9)
+
+        async def sent(model: str) -> Any:
+            answer = await ask(running, model)
+            assert answer.status_code == 200
+            return answer.json()["model"], running.decode.jobs[-1].attempt.request
+
+        told = {model: await sent(model) for model in ("tiny", "small", "polite", "terse", "polite")}
+        assert [name for name, _ in told.values()] == ["tiny", "tiny", "polite", "terse"]
+        requests = {model: request for model, (_, request) in told.items()}
+        assert requests["tiny"].adapter is requests["small"].adapter is None
+        assert (requests["polite"].adapter.name, len(requests["polite"].adapter.digest)) == ("polite", 32)
+        assert len({requests[model].namespace for model in ("tiny", "polite", "terse")}) == 3
+        listed = {
+            card["id"]: (card["root"], card["parent"]) for card in (await running.client.get("/v1/models")).json()["data"]
+        }
+        assert listed == {
+            "tiny": ("tiny", None),
+            "small": ("tiny", None),
+            "polite": ("polite", "tiny"),
+            "terse": ("terse", "tiny"),
+        }
+        refused = await ask(running, "rude")
+        assert "use 'tiny', 'polite', 'terse'" in refused.json()["error"]["message"]
+
+
+async def test_an_adapter_without_files_ends_the_start(tiny_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.adapters: 'polite': there is no .*adapter_config.json"):
+        async with front(tiny_dir, config={"model": {"adapters": {"polite": str(tmp_path)}}}):
+            pass
