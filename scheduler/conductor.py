@@ -265,7 +265,7 @@ class Conductor:
         seconds, pool = self._overhead.seconds, self._view.pool
         queued = self._queue.backlog(request.tenant)
         asked = Asked(request, prompt, rows, board, held, self.links, now, self._asked, seconds, soon, sharing, pool, *queued)
-        asked.others = len(self._queue) - (request.request in self._queue)
+        asked.others = len(self._queue)  # of an arrival; of one that waited, late binding knows better
         return asked
 
     def _held(self, keys: tuple[bytes, ...], board: Board, rows: Usable, quantum: int) -> Held:

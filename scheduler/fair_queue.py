@@ -35,9 +35,6 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def __contains__(self, request: object) -> bool:
-        return request in self._tenants
-
     @property
     def full(self) -> bool:
         return len(self._tenants) >= self._limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,14 +16,17 @@ from moonpool.scheduler.spans import MOST, cut
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Up to ``most`` workers, each of which must bring the first token ``gain_s`` nearer, or ``share`` of what is left if
-    that is more. Who is free within ``soon_s`` may help; ``spare`` workers are left for prompts that come meanwhile."""
+    """Up to ``most`` workers on a prompt that takes one of them ``least_s``. Each must bring the first token ``gain_s`` nearer,
+    and by ``share`` of the time left, and by what its own start-up costs those who wait. Who is free within ``soon`` of what
+    the prompt takes one worker may help. Nothing is decided in the first ``settle_s`` after a prompt came: what comes with it,
+    in a burst, may be shorter and needs workers of its own."""
 
     most: int
+    least_s: float
     gain_s: float
     share: float
-    soon_s: float
-    spare: int
+    soon: float
+    settle_s: float
 
 
 def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
@@ -33,29 +36,32 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
     if most < 2 or choice.hold or choice.front or not board.split[choice.prefill] or board.layers < 2:
         return choice
     alone = predict(asked, choice)
-    if alone.work_s < 2.0 * rules.gain_s or alone.wait_s > TIE_S:
+    if alone.work_s < rules.least_s or alone.wait_s > TIE_S:
         return choice
-    found, ttft = choice, alone.ttft.likely
-    helpers = _helpers(asked, choice, rules)[: most - 1]
+    if asked.waited_s < rules.settle_s:
+        return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
+    found, best, delayed = choice, alone, max(asked.waiting - 1, 0)
+    helpers = _helpers(asked, choice, rules.soon * alone.work_s)[: most - 1]
     for count in range(1, len(helpers) + 1):
         tried = _with(asked, choice, alone, helpers[:count])
         if tried is None:
             break
-        soonest = predict(asked, tried).ttft.likely
-        if ttft - soonest < max(rules.gain_s, rules.share * ttft):
+        option = predict(asked, tried)
+        least = max(rules.gain_s, rules.share * best.ttft.likely) + delayed * (option.work_s - best.work_s)
+        if best.ttft.likely - option.ttft.likely < least:
             break
-        found, ttft = tried, soonest
+        found, best = tried, option
     return found
 
 
-def _helpers(asked: Asked, choice: Choice, rules: Grouping) -> list[int]:
-    """Who could help, soonest free first, without those who are for others: one for each that waits, and the spare ones."""
+def _helpers(asked: Asked, choice: Choice, within_s: float) -> list[int]:
+    """Who could help, soonest free first, but for one each for those who go before this prompt and wait on."""
     board = asked.board
     free: Floats = np.maximum(board.busy_until - asked.now, 0.0)
-    (rows,) = (asked.prefills & board.split & (free <= rules.soon_s + TIE_S)).nonzero()
+    (rows,) = (asked.prefills & board.split & (free <= within_s + TIE_S)).nonzero()
     order = np.lexsort((board.last_chosen[rows], free[rows]))
     able = [row for row in rows[order].tolist() if row != choice.prefill]
-    return able[asked.others + rules.spare :]
+    return able[asked.others :]
 
 
 def _with(asked: Asked, choice: Choice, alone: Option, helpers: Sequence[int]) -> Choice | None:

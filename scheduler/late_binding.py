@@ -39,6 +39,7 @@ class LateBinding:
         self._desk = desk
         self._policy = policy
         self._bound_at = 0.0
+        self._settled_at = 0.0  # when somebody who waits to see whether more comes has seen it
 
     def due_at(self) -> Iterator[float]:
         """When somebody who waits may be bound: a worker is about to be free, or one may not be passed over any more."""
@@ -51,6 +52,8 @@ class LateBinding:
             yield float(board.busy_until[rows].min()) - self._policy.lookahead_s
         if (due := self.queue.next_due(self._bound_at)) is not None:
             yield due
+        if self._settled_at > self._bound_at:
+            yield self._settled_at
 
     def waits(self, asked: Asked, choice: Choice) -> bool:
         """Whether ``choice`` is better taken later."""
@@ -76,6 +79,7 @@ class LateBinding:
         if displaced is not None:
             self._displace(displaced)
         self.queue.add(waiting, key)
+        self._settle(asked, choice)
         for action in self._policy.ahead(asked, choice):
             self._desk.act(action)
         return Later(asked.request.request, asked.request.attempt, option.ttft.likely * 1e3 if option.ttft.sure else 0.0)
@@ -85,24 +89,30 @@ class LateBinding:
         self._bound_at = now
         passed = 0  # those who had better wait on: they keep their places
         while passed < MAX_PASSED and (waiting := self.queue.nth(passed, now)) is not None and self._anybody_free(now):
-            answer = self._answer(waiting, now)
+            answer = self._answer(waiting, now, passed)
             if answer is None:
                 passed += 1
             else:
                 self._leave(waiting, answer)
 
-    def _answer(self, waiting: Waiting, now: float) -> Placement | Refusal | None:
-        """None: the worker it had better run on is busy, or it is held back."""
+    def _answer(self, waiting: Waiting, now: float, before: int) -> Placement | Refusal | None:
+        """``before``: so many go before it and wait on. None: the worker it had better run on is busy, or it is held back."""
         asked = self._desk.ask(waiting.request, now)
         if isinstance(asked, Refusal):
             return self._desk.refuse(self._desk.record(waiting), asked)
-        asked.waited_s = now - waiting.arrived
+        asked.waited_s, asked.others = now - waiting.arrived, before
         if pressing := self.queue.is_pressing(waiting, now):
             asked.usable = _only(asked.usable, asked.board.busy_until <= now + self._policy.lookahead_s)
         choice = self._policy.choose(asked) if asked.usable.prefills.any() else None
         if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.lead):
+            self._settle(asked, choice)
             return None
         return self._desk.book(asked, choice, self._desk.record(waiting))
+
+    def _settle(self, asked: Asked, choice: Choice | None) -> None:
+        if choice is not None and choice.settle_s > 0.0:
+            at = asked.now + choice.settle_s
+            self._settled_at = at if self._settled_at <= asked.now else min(self._settled_at, at)
 
     def _leave(self, waiting: Waiting, answer: Placement | Refusal) -> None:
         self.queue.remove(waiting.request.request)

@@ -42,7 +42,7 @@ class Asked:
     waiting_tokens: int = 0  # of their prompts
     delayed: tuple[tuple[Waiting, float], ...] = ()  # who waits and would be delayed by this one: TTFT in seconds then
     waited_s: float = 0.0  # since its arrival
-    others: int = 0  # requests that wait for a prefill worker, this one left out
+    others: int = 0  # requests that wait for a prefill worker and go before this one
 
     _local: PrefillScores | None = field(default=None, repr=False)
     _pooled: PrefillScores | None = field(default=None, repr=False)
@@ -117,7 +117,8 @@ class Choice:
     source: NodeId | None = None
     front: int = 0
     move: bool = False  # the source's copy is the first to be evicted once it has arrived
-    hold: bool = False  # nobody can decode it inside its target yet: a late policy had better wait
+    hold: bool = False  # a late policy had better wait: nobody can decode it inside its target yet, or
+    settle_s: float = 0.0  # more may be about to come, which is known after so many seconds
     helpers: tuple[tuple[int, int], ...] = ()  # (row, blocks before the end of its span): who compute what lies before the span
     # of ``prefill``, in prompt order; ``until``, ``source`` and ``move`` are then of the first of them
 

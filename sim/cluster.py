@@ -63,6 +63,7 @@ class PrefillCost(_Values):
     d: float = Field(0.0, ge=0, description="per token loaded from the host's DRAM")
     chunk_tokens: int = Field(0, ge=0, description="tokens per chunk; 0: a prompt is computed whole")
     chunk_factor: float = Field(1.0, ge=1, description="what computing takes longer in chunks")
+    span_factor: float = Field(1.0, ge=1, description="what computing takes longer where several nodes share a prompt")
     overlap: bool = Field(True, description="computing goes on while blocks come in, layer by layer")
     early: bool = Field(True, description="blocks come in while the job waits in the queue; false: once it is begun")
 

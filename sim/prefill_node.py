@@ -209,10 +209,11 @@ class PrefillNode:
         assert attempt.prefix is not None
         if attempt.before is not None:
             begin = attempt.begin
-            return 0.0, compute_s(self._cost, begin, attempt.tokens), begin, attempt.tokens - begin
+            seconds = self._cost.span_factor * compute_s(self._cost, begin, attempt.tokens)
+            return 0.0, seconds, begin, attempt.tokens - begin
         have, first, end = (min(blocks * self._size, attempt.tokens - 1) for blocks in attempt.prefix.reused())
         front = compute_s(self._cost, have, first)
-        rest = compute_s(self._cost, end, attempt.tokens)
+        rest = compute_s(self._cost, end, attempt.tokens) * (self._cost.span_factor if attempt.after is not None else 1.0)
         computed = first - have + attempt.tokens - end
         return front, rest, attempt.tokens - computed, computed
 

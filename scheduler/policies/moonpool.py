@@ -48,16 +48,19 @@ class Moonpool:
     held: float = 0.5  # of its target for the first token, at most
     hot: float = 4.0  # so many prompts being computed that begin alike make what they share worth more copies
     group: float = 0.0  # workers, at most, that compute one long prompt together; 0 or 1: each prompt has one
+    group_least_s: float = 1.0  # seconds that it takes one worker: shorter ones are not shared
     group_gain_s: float = 0.2  # how much sooner the first token must come for each worker more,
-    group_share: float = 0.05  # and relatively
-    group_soon_s: float = 0.5  # how long before it is free a worker may be asked to help
-    group_spare: float = 0.0  # idle workers that are left for prompts that come meanwhile
+    group_share: float = 0.2  # and relatively
+    group_soon: float = 0.25  # of what the prompt takes one worker: who is free within that may be asked to help
+    group_settle_s: float = 0.05  # after its arrival, no group sooner: what comes with it in a burst goes first
 
     def choose(self, asked: Asked) -> Choice | None:
         choice = self._alone(asked)
         if choice is None or self.group < 2 or choice.prefill == choice.decode:
             return choice
-        rules = Grouping(int(self.group), self.group_gain_s, self.group_share, self.group_soon_s, int(self.group_spare))
+        rules = Grouping(
+            int(self.group), self.group_least_s, self.group_gain_s, self.group_share, self.group_soon, self.group_settle_s
+        )
         return grouped(asked, choice, rules)
 
     def _alone(self, asked: Asked) -> Choice | None:

@@ -28,7 +28,12 @@ def cluster_of(run: ClusterRun) -> SimCluster:
     return base.changed(
         groups=tuple(_group(group, run) for group in base.groups),
         model=base.model.model_copy(update={"kv_bytes_per_token": _kv_bytes(base.model, run.kv_bytes)}),
-        prefill=base.prefill.model_copy(update={key: getattr(base.prefill, key) * run.prefill_factor for key in "abcd"}),
+        prefill=base.prefill.model_copy(
+            update={
+                **{key: getattr(base.prefill, key) * run.prefill_factor for key in "abcd"},
+                "span_factor": run.span_factor,
+            }
+        ),
         link=base.link.model_copy(update={"bytes_per_s": run.link_bytes_per_s}),
         ssd=Ssd(read_bytes_per_s=run.ssd_read_bytes_per_s, write_bytes_per_s=run.ssd_read_bytes_per_s)
         if run.ssd_tokens

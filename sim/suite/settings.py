@@ -57,6 +57,7 @@ class ClusterRun(_Run):
     kv_bytes: float = 1.0  # of what a token's KV has, as it travels and lies in the pool: 0.5 where it is compressed to half
     decode_slope: Literal["served", "single"] = "served"
     prefill_factor: float = 1.0
+    span_factor: float = 1.0  # what computing takes longer where several nodes share a prompt
     after_prefill_s: float = 0.0
     ttft_limit_s: float = TTFT_LIMIT_S
     tbt_limit_s: float = TBT_LIMIT_S
