@@ -21,7 +21,7 @@ from support.ray_cluster import HEAD, SECOND, RayCluster
 
 from moonpool.bench.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(600)]
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "ray"
 TRACE = [{"timestamp": 50 * i, "input_length": 200, "output_length": 4, "hash_ids": [i % 2]} for i in range(4)]

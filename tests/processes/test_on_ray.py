@@ -13,16 +13,17 @@ import pytest
 from support.cluster import SPLIT, LocalCluster, complete
 from support.oracle import Oracle
 
+from moonpool.bench.tiny_model import TINY_IDS
 from moonpool.cluster.survey import carriers_between_nodes, survey
 from moonpool.core.membership import Liveness
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(600)]
 
 VICTIM = "prefill-0"
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return [random.Random(f"ray {seed}/{i}").randrange(1000, 49000) for i in range(length)]
+    return [random.Random(f"ray {seed}/{i}").randrange(TINY_IDS) for i in range(length)]
 
 
 def ray_processes() -> set[int]:
@@ -30,11 +31,11 @@ def ray_processes() -> set[int]:
     return {p.pid for p in psutil.process_iter(["name"]) if p.info["name"] in ("raylet", "gcs_server")}
 
 
-async def test_a_cluster_of_actors_answers_survives_a_kill_and_leaves_nothing(
-    tmp_path: Path, model_dir: Path, oracle: Oracle
-) -> None:
+async def test_a_cluster_of_actors_answers_survives_a_kill_and_leaves_nothing(tmp_path: Path, tiny_model: Path) -> None:
     before, segments = ray_processes(), set(Path("/dev/shm").glob("moonpool+*"))
-    cluster = LocalCluster(tmp_path / "rayed", model_dir, SPLIT, model__dtype="float32", transfer__carrier="ucx")
+    oracle = Oracle(tiny_model, threads=1)
+    settings = {"model__dtype": "float32", "store__pool_bytes": 64 << 20, "engine__page_bytes": 32 << 20}
+    cluster = LocalCluster(tmp_path / "rayed", tiny_model, SPLIT, transfer__carrier="ucx", **settings)
     cluster.folder.mkdir()
     cluster.start("ray")
     try:
@@ -58,6 +59,7 @@ async def test_a_cluster_of_actors_answers_survives_a_kill_and_leaves_nothing(
         assert carriers_between_nodes(await survey(state.registry)) == {"ucx"}
     finally:
         code = cluster.stop()
+    oracle.comparison.allow()
     assert code == 130, cluster.log()
     assert ray_processes() <= before
     assert set(Path("/dev/shm").glob("moonpool+rayed+*")) <= segments
