@@ -1,17 +1,22 @@
 """Greedy token ids of a running cluster against the library's own generation, in fp32, with freed memory poisoned.
 
-Cold, warm from device pages, warm from the pool, alone and in a batch: one test per path, the same prompts.
+Cold, warm from device pages, warm from the pool, alone and in a batch: one test per path, the same prompts on each, so that
+the library generates once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
+from collections.abc import Sequence
 
 import httpx
 import pytest
 from support.cluster import LocalCluster, complete
 from support.oracle import Oracle
+from support.victims import PREFILLS, busy_prefill, live_again
 
 pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -30,19 +35,27 @@ def warm_tokens(length: int) -> int:
     return min(length // BLOCK * BLOCK, length - 1)
 
 
-async def check_cold_then_warm(cluster: LocalCluster, oracle: Oracle, length: int, seed: int) -> None:
-    ids = prompt(length, seed)
+async def check_cold_then_warm(cluster: LocalCluster, oracle: Oracle, length: int, workers: Sequence[str]) -> None:
+    """Cold, from the device pages of ``workers``, and from the pool once these are gone."""
+    ids = prompt(length, seed=1)
     async with cluster.client() as client:
         cold = await complete(client, ids, TOKENS)
         warm = await complete(client, ids, TOKENS)
-    assert cold.status == warm.status == 200, (cold.body, warm.body)
-    oracle.check(ids, cold.ids, f"cold, {length}")
-    oracle.check(ids, warm.ids, f"warm from device pages, {length}")
-    assert (cold.cached, warm.cached) == (0, warm_tokens(length))
+        assert cold.status == warm.status == 200, (cold.body, warm.body)
+        oracle.check(ids, cold.ids, f"cold, {length}")
+        oracle.check(ids, warm.ids, f"warm from device pages, {length}")
+        assert (cold.cached, warm.cached) == (0, warm_tokens(length))
+        if length >= BLOCK:
+            cluster.assert_idle()
+            cluster.clear_device_pages(*workers)
+            pooled = await complete(client, ids, TOKENS)
+            oracle.check(ids, pooled.ids, f"warm from the pool, {length}")
+            assert pooled.cached == warm_tokens(length)
+    cluster.assert_idle()
 
 
-async def check_batch(cluster: LocalCluster, oracle: Oracle, seed: int) -> None:
-    prompts = [prompt(length, seed) for length in (*LENGTHS, *LENGTHS[:-1], 33)]
+async def check_batch(cluster: LocalCluster, oracle: Oracle) -> None:
+    prompts = [prompt(length, seed=2) for length in (*LENGTHS, *LENGTHS[:-1], 33)]
     assert len(prompts) == 16
     for i, ids in enumerate(prompts):
         ids[0] = 2000 + i  # no two alike
@@ -54,54 +67,29 @@ async def check_batch(cluster: LocalCluster, oracle: Oracle, seed: int) -> None:
 
 
 @pytest.mark.parametrize("length", [*LENGTHS, LONG])
-async def test_one_process_equals_the_library_cold_and_warm(laptop: LocalCluster, oracle: Oracle, length: int) -> None:
-    await check_cold_then_warm(laptop, oracle, length, seed=1)
-    laptop.assert_idle()
+async def test_one_process_equals_the_library_cold_and_warm_from_pages_and_pool(
+    laptop: LocalCluster, oracle: Oracle, length: int
+) -> None:
+    await check_cold_then_warm(laptop, oracle, length, ["both-0"])
 
 
 async def test_one_process_equals_the_library_in_a_batch(laptop: LocalCluster, oracle: Oracle) -> None:
-    await check_batch(laptop, oracle, seed=2)
-    laptop.assert_idle()
-
-
-@pytest.mark.parametrize("length", [65, 128, 500])
-async def test_one_process_equals_the_library_warm_from_its_pool(laptop: LocalCluster, oracle: Oracle, length: int) -> None:
-    ids = prompt(length, seed=3)
-    async with laptop.client() as client:
-        await complete(client, ids, TOKENS)
-        laptop.assert_idle()
-        laptop.clear_device_pages("both-0")
-        answer = await complete(client, ids, TOKENS)
-    oracle.check(ids, answer.ids, f"warm from the pool, {length}")
-    assert answer.cached == warm_tokens(length)
+    await check_batch(laptop, oracle)
     laptop.assert_idle()
 
 
 @pytest.mark.parametrize("length", [*LENGTHS, LONG])
-async def test_split_workers_equal_the_library_cold_and_warm(split: LocalCluster, oracle: Oracle, length: int) -> None:
-    await check_cold_then_warm(split, oracle, length, seed=4)
-    split.assert_idle()
+async def test_split_workers_equal_the_library_cold_and_warm_from_pages_and_the_pool_of_the_other_node(
+    split: LocalCluster, oracle: Oracle, length: int
+) -> None:
+    before = split.stats("store-b").numbers["fetch_bytes_out"]
+    await check_cold_then_warm(split, oracle, length, [*PREFILLS, "decode-0"])
+    if length >= BLOCK:
+        assert split.stats("store-b").numbers["fetch_bytes_out"] > before
 
 
 async def test_split_workers_equal_the_library_in_a_batch(split: LocalCluster, oracle: Oracle) -> None:
-    await check_batch(split, oracle, seed=5)
-    split.assert_idle()
-
-
-@pytest.mark.parametrize("length", [64, 65, 127, 128, 129, 500, LONG])
-async def test_split_workers_equal_the_library_warm_from_the_pool_of_the_other_node(
-    split: LocalCluster, oracle: Oracle, length: int
-) -> None:
-    ids = prompt(length, seed=6)
-    async with split.client() as client:
-        await complete(client, ids, TOKENS)
-        split.assert_idle()
-        split.clear_device_pages("prefill-0", "prefill-1", "decode-0")
-        before = split.stats("store-b").numbers["fetch_bytes_out"]
-        answer = await complete(client, ids, TOKENS)
-    oracle.check(ids, answer.ids, f"warm from the pool, {length}")
-    assert answer.cached == warm_tokens(length)
-    assert split.stats("store-b").numbers["fetch_bytes_out"] > before
+    await check_batch(split, oracle)
     split.assert_idle()
 
 
@@ -182,7 +170,7 @@ async def test_several_choices_come_from_one_prefill_whether_they_are_read_or_le
 
 def jobs(cluster: LocalCluster) -> float:
     """Prompts that prefill workers were asked to compute."""
-    return sum(cluster.stats(name).numbers.get("jobs_count", 0) for name in ("prefill-0", "prefill-1"))
+    return sum(cluster.stats(name).numbers.get("jobs_count", 0) for name in PREFILLS)
 
 
 async def test_every_byte_between_node_ids_went_by_plain_sockets(split: LocalCluster) -> None:
@@ -193,3 +181,22 @@ async def test_every_byte_between_node_ids_went_by_plain_sockets(split: LocalClu
     used = {member: split.stats(member).words.get(word, "") for member, word in senders.items()}
     assert any(used.values())
     assert set(used.values()) <= {"", "tcp (tcp)"}, used
+
+
+async def test_the_agent_kills_a_worker_that_stays_silent_and_its_slots_come_back_by_proof_of_death(
+    split: LocalCluster, oracle: Oracle
+) -> None:
+    long = prompt(1300, seed=60)
+    async with split.client() as client:
+        task = asyncio.create_task(complete(client, long, 8))
+        victim = await busy_prefill(split)
+        stopped = split.member(victim)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        answer = await task
+    assert answer.status == 200, answer.body
+    oracle.check(long, answer.ids, "after a stop with the agent's kill")
+    split.until(lambda: live_again(split, victim, stopped.incarnation), f"{victim} is back", 90)
+    split.assert_idle(20)
+    numbers = split.stats("store-b").numbers
+    assert numbers["slots_fenced"] == 0
+    assert numbers["endpoint_remakes"] == 0, "freed by proof of death, not by a new endpoint"
