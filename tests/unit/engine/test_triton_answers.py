@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engine_runner import VOCAB, Runner, load_tiny, random_ids, save_tiny
 from transformers import DeepseekV2Config, Gemma2Config, LlamaConfig, PreTrainedConfig
+
+from moonpool.engine.trial import difference
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -58,3 +61,14 @@ def test_greedy_answers_by_triton_kernels_equal_those_of_the_torch_backend_chunk
     behind = runner.run(PROMPTS[2:], OUTPUTS)
     assert [one.tokens for one in behind] == want[2:]
     assert [one.cached for one in behind] == [32]
+
+
+def test_logits_of_a_bfloat16_model_by_triton_kernels_stay_near_those_of_the_torch_backend(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The interpreter has no bfloat16 of its own: whatever is loaded has to be widened before it is multiplied."""
+    tiny = save_tiny(tmp_path_factory.mktemp("bfloat16"), CONFIGS["llama"])
+    ours, plain = (load_tiny(tiny, backend=backend, dtype="bfloat16") for backend in ("triton", "torch"))
+    assert ours.backend_name == "triton"
+    got, want = (Runner(one).run([LONG], 2, chunk=lambda start: 30, forced=[[5, 6]])[0] for one in (ours, plain))
+    assert difference(torch.stack(got.logits), torch.stack(want.logits)) < 0.1
