@@ -232,6 +232,22 @@ def alloc(
     print_figures(measure(**chosen({"pool_gib": pool_gib, "bursts": bursts, "policy": policy})), as_json)
 
 
+@bench.command("gpu")
+def gpu(
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Turns per figure; the best one counts.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The kernels of a worker on a GPU, against copies and products of the same device. Ends with 1 where there is none."""
+    from moonpool.bench.gpu import GpuOptions, trouble
+    from moonpool.bench.gpu import gpu as measure
+
+    reason = trouble()
+    if reason is not None:
+        print_figures({"measured": False, "reason": reason}, as_json)
+        raise typer.Exit(1)
+    print_figures(measure(GpuOptions(**chosen({"rounds": rounds}))), as_json)
+
+
 @bench.command("attention")
 def attention(
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Threads that compute.")] = None,

@@ -57,7 +57,7 @@ class HostView(PageView, Protocol):
 class OwnMemory:
     """Canonical pages in host memory."""
 
-    in_device = None
+    in_device: DeviceMemory | None = None
 
     def __init__(self, memory: PageTensor) -> None:
         layout = memory.layout

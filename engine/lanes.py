@@ -77,7 +77,8 @@ class HostLanes:
 
 class _Event:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # a thread that waits sleeps: cores are for gateways and store nodes, too
+        # A thread that waits for it sleeps: cores are for gateways and store nodes, too.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -91,7 +92,7 @@ class _Stream:
     """Memory that work allocates belongs to this stream, so that it may be let go while it is still in use there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def put(self, work: Callable[[], None], after: Sequence[Mark] = ()) -> Mark:
         with torch.cuda.stream(self._stream):

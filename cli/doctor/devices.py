@@ -16,8 +16,13 @@ from moonpool.core.config import Config
 
 TRY_TORCH = """
 import json, torch
+from importlib.metadata import PackageNotFoundError, version
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "gpus": gpus}))
+try:
+    triton = version("triton")
+except PackageNotFoundError:
+    triton = ""
+print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or "", "gpus": gpus, "triton": triton}))
 """
 TRY_KERNELS = """
 import json
@@ -81,7 +86,9 @@ def gpus(config: Config) -> Iterator[Finding]:
     if ended.trouble:
         yield fail(f"torch: {ended.trouble}", "run scripts/setup again: nothing computes without it")
     else:
-        yield of_torch(json.loads(ended.said), listed)
+        told = json.loads(ended.said)
+        yield of_torch(told, listed)
+        yield of_device(config, told)
 
 
 def nvidia_smi() -> list[str]:
@@ -97,7 +104,7 @@ def of_torch(told: dict[str, Any], listed: list[str]) -> Finding:
     version, cuda, seen = told["version"], told["cuda"], told["gpus"]
     build = f"torch {version}, {'built for CUDA ' + cuda if cuda else 'a CPU build'}"
     if seen:
-        return ok(f"{build}; GPUs: {', '.join(seen)}. This version computes on the CPU")
+        return ok(f"{build}; GPUs: {', '.join(seen)}")
     if listed and not cuda:
         base = version.partition("+")[0]
         fix = f"install the CUDA build of torch {base} for driver {listed[0].rpartition(',')[2].strip()} to see them"
@@ -105,7 +112,35 @@ def of_torch(told: dict[str, Any], listed: list[str]) -> Finding:
     if listed:
         fix = "the driver is too old for this build, or the container has no /dev/nvidia*: update the driver, or use --gpus all"
         return warn(f"{build}, which cannot use the GPUs there are: {'; '.join(listed)}", fix)
-    return ok(f"{build}; no GPU: computes on the CPU")
+    return ok(f"{build}; no GPU")
+
+
+def of_device(config: Config, told: dict[str, Any]) -> Finding:
+    """Where workers compute, and why not with Triton's kernels."""
+    wanted, backend, kept, ranks = (
+        config.engine.device,
+        config.engine.backend,
+        config.engine.kv_dtype,
+        config.engine.tensor_parallel,
+    )
+    if not told["gpus"]:
+        why, fix = "torch sees no GPU", "engine.device = auto or cpu"
+    elif not told["triton"]:
+        why, fix = "the package triton is not installed", "pip install triton, as the CUDA build of torch wants it"
+    elif ranks > 1:
+        why, fix = f"engine.tensor_parallel is {ranks}, and ranks share page memory of the host", "engine.tensor_parallel = 1"
+    elif wanted == "cpu" or backend not in ("auto", "triton"):
+        why, fix = f"engine.device is {wanted}, engine.backend {backend}", "engine.device and engine.backend = auto"
+    else:
+        pages = "in the dtype of the model" if kept == "auto" else f"as {kept}"
+        return ok(f"engine.device: {told['gpus'][0]}, with backend triton ({told['triton']}), K/V kept {pages}")
+    if wanted == "cuda":
+        return fail(f"engine.device: 'cuda' cannot be used: {why}", fix)
+    if kept != "auto" and backend != "triton":
+        return fail(f"engine.kv_dtype: {kept!r} is for the backend triton: {why}", "engine.kv_dtype = auto")
+    if told["gpus"] and wanted == "auto" and backend == "auto":
+        return warn(f"engine.device: workers compute on the CPU beside a GPU, because {why}", fix)
+    return ok(f"engine.device: workers compute on the CPU, without Triton's kernels: {why}")
 
 
 def rdma(config: Config) -> Iterator[Finding]:

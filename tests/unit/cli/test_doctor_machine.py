@@ -214,6 +214,28 @@ def test_torchs_build_is_held_against_the_gpus(cuda: str, seen: list[str], liste
 
 
 @pytest.mark.parametrize(
+    ("engine", "gpus", "triton", "grade", "named"),
+    [
+        ({}, ["H200"], "3.9.0", Grade.OK, "H200, with backend triton (3.9.0), K/V kept in the dtype of the model"),
+        ({"kv_dtype": "fp8"}, ["H200"], "3.9.0", Grade.OK, "K/V kept as fp8"),
+        ({}, ["H200"], "", Grade.WARN, "on the CPU beside a GPU, because the package triton is not installed"),
+        ({"tensor_parallel": 2}, ["H200"], "3.9.0", Grade.WARN, "ranks share page memory"),
+        ({"device": "cpu"}, ["H200"], "3.9.0", Grade.OK, "on the CPU, without Triton's kernels: engine.device is cpu"),
+        ({"backend": "fused"}, ["H200"], "3.9.0", Grade.OK, "engine.backend fused"),
+        ({}, [], "", Grade.OK, "on the CPU, without Triton's kernels: torch sees no GPU"),
+        ({"device": "cuda"}, [], "3.9.0", Grade.FAIL, "'cuda' cannot be used: torch sees no GPU"),
+        ({"kv_dtype": "int8"}, [], "3.9.0", Grade.FAIL, "'int8' is for the backend triton"),
+    ],
+)
+def test_where_workers_compute_and_why_not_with_triton(
+    engine: dict[str, object], gpus: list[str], triton: str, grade: Grade, named: str
+) -> None:
+    told = {"version": "2.13.0", "cuda": "12.8", "gpus": gpus, "triton": triton}
+    finding = devices.of_device(Config(engine=EngineConfig.model_validate(engine)), told)
+    assert (finding.grade, named in finding.what) == (grade, True), finding
+
+
+@pytest.mark.parametrize(
     ("backend", "dtype", "unfit", "grade", "named"),
     [
         ("auto", "bfloat16", "", Grade.OK, "compiled can serve"),
