@@ -9,7 +9,7 @@ MIN_MS = 20  # below this a measurement says little
 LATE = 1.5  # times the expected time: blocks that take longer to come are late
 LATE_SHARE = 0.5  # of the time of computing them: nothing is waited for longer before computing begins,
 LATE_FLOOR_S = 0.3  # but so long at least: below, computing twice costs more than it saves
-SPAN_FLOOR_S = 1.0  # the same of blocks that another worker computes
+SPAN_FLOOR_S = 2.0  # the same of blocks that another worker computes
 SEEN_SHARE = 0.1  # of them, from where on their pace says when the last will be here
 
 

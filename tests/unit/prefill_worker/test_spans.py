@@ -145,5 +145,5 @@ def test_who_is_slower_than_computing_would_be_is_not_waited_for(
 
 
 def test_short_blocks_are_waited_for_a_moment_anyway() -> None:
-    assert worth_waiting(0.9, 0.9, 0.5, 0.001)
-    assert not worth_waiting(1.1, 0.9, 0.5, 0.001)
+    assert worth_waiting(1.9, 1.9, 0.5, 0.001)
+    assert not worth_waiting(2.1, 1.9, 0.5, 0.001)
