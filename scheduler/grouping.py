@@ -38,7 +38,7 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
     alone = predict(asked, choice)
     if alone.work_s < rules.least_s or alone.wait_s > TIE_S:
         return choice
-    if asked.waited_s < rules.settle_s:
+    if asked.waited_s < rules.settle_s - TIE_S:
         return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
     found, best, delayed = choice, alone, max(asked.waiting - 1, 0)
     helpers = _helpers(asked, choice, rules.soon * alone.work_s)[: most - 1]
@@ -68,7 +68,7 @@ def _with(asked: Asked, choice: Choice, alone: Option, helpers: Sequence[int]) -
     """``choice`` with the prompt cut between its worker and ``helpers``; None where there is too little to share."""
     prompt, rows = asked.prompt, (choice.prefill, *helpers)
     bounds = cut(alone.begin, prompt.tokens, prompt.block_tokens, seats_of(asked, alone.plan, rows, 0.0), asked.board.layers)
-    if bounds is None or bounds[-2] > prompt.blocks * prompt.block_tokens:
+    if bounds is None:
         return None
     ends = [bound // prompt.block_tokens for bound in bounds[1:-1]]
     return Choice(

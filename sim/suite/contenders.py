@@ -44,6 +44,7 @@ LOCAL_SHORTEST = Contender("local_min_ttft", order="shortest")
 PAPER = Contender("algorithm1")
 OURS_FIFO = Contender("moonpool", {"size_weight": 0.0}, eviction="hazard")  # in the order of arrival, as the others
 OURS = Contender("moonpool", eviction="hazard")
+OURS_GROUPS = Contender("moonpool", {"group": 8.0}, eviction="hazard")  # idle workers share long prompts
 
 
 @dataclass(frozen=True, slots=True)

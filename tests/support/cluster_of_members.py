@@ -42,6 +42,7 @@ def step_seconds(batch: int, context: int) -> float:
 class Cluster:
     conductor: Conductor = field(default_factory=Conductor)
     now: float = 100.0
+    layout: KVLayout = LAYOUT
     lives: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Cluster:
             Incarnation(life),
             f"{name}:1",
             1,
-            layout=LAYOUT,
+            layout=self.layout,
             ready=ready,
             max_prompt=max_prompt,
         )
