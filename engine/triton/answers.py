@@ -10,7 +10,7 @@ on the step: the splits of attention follow from lengths on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from moonpool.core.blocks import blocks_for
 from moonpool.engine.attention import Step
 from moonpool.engine.backends import Span
 from moonpool.engine.page_tensor import PageTensor, sent
+from moonpool.engine.triton.interpreting import compiled_for
 from moonpool.engine.triton.plans import StepPlan, page_tables
 from moonpool.engine.triton.step import TritonStep
 
@@ -40,7 +41,7 @@ class Answers:
         self._most = most
         self._pages = min(blocks_for(max_context, memory.layout.block_tokens), memory.pages)
         self._steps: dict[int, _Captured | _Buffered] = {}
-        self._pool = torch.cuda.graph_pool_handle() if memory.device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if compiled_for(memory.device) else None
 
     def fit(self, spans: Sequence[Span], wanted: Sequence[int]) -> bool:
         """Whether ``forward`` computes this step: answers only, and all of them are asked for."""
@@ -100,7 +101,7 @@ class _Buffered:
 class _Captured:
     """``of`` as a graph, whose memory other graphs of one ``pool`` share: only one of them is ever replayed at a time."""
 
-    def __init__(self, of: _Buffered, pool: tuple[int, int]) -> None:
+    def __init__(self, of: _Buffered, pool: Any) -> None:
         self._of = of
         beside = torch.cuda.Stream(of.device)
         beside.wait_stream(torch.cuda.current_stream(of.device))

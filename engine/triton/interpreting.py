@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -24,6 +25,11 @@ class _Interpreted:
                 run(*given, **named)
 
         return launch
+
+
+def compiled_for(device: torch.device) -> bool:
+    """Whether kernels run on ``device`` as its own code: then they may be measured, and captured in graphs."""
+    return device.type == "cuda" and not INTERPRETED
 
 
 def launched(kernel: Any) -> Any:

@@ -15,6 +15,7 @@ from moonpool.engine.module_backend import ModuleBackend
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.triton.answers import Answers
 from moonpool.engine.triton.backend import TritonBackend
+from moonpool.engine.triton.interpreting import compiled_for
 from moonpool.engine.triton.step import triton_step
 
 _MEASURED_CONTEXT = 8_192  # tokens that rows have when tiles are measured, where there are so many
@@ -35,7 +36,7 @@ def triton_backend(engine: EngineConfig, model: torch.nn.Module, facts: ModelFac
         fixed = all(layer.experts is None for layer in recipe.layers)
         answers = Answers(whole, memory, engine.max_batch, facts.max_context) if fixed else None
         made = TritonBackend(whole, answers)
-    if memory.device.type == "cuda":
+    if compiled_for(memory.device):
         warm(made, memory, facts, chunk=engine.prefill_chunk, answers=engine.max_batch)
     return made
 

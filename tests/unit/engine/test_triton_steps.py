@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from moonpool.engine.fused_backend import FusedBackend
 from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.page_tensor import CPU, PageTensor
 from moonpool.engine.triton import backend as triton_backend
+from moonpool.engine.triton import making
 from moonpool.engine.triton.answers import Answers, sizes
 from moonpool.engine.triton.backend import TritonBackend
 from moonpool.engine.triton.making import warm
@@ -77,6 +79,17 @@ def test_backend_triton_without_the_package_is_refused_by_name(one_layer: Path, 
 
 def test_auto_does_not_take_the_interpreted_triton_kernels(one_layer: Path) -> None:
     assert load_tiny(one_layer, pages=8).backend_name == "fused"
+
+
+class _Wrong(FusedBackend):
+    def forward(self, *step: Any) -> torch.Tensor:
+        return super().forward(*step) * 1.2
+
+
+def test_backend_triton_that_computes_something_else_does_not_serve(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "FusedBackend", _Wrong)
+    with pytest.raises(ConfigError, match=r"engine.backend: 'triton' cannot serve this model here: its logits differ"):
+        load_tiny(one_layer, backend="triton", pages=8)
 
 
 def _row(first: int, start: int, count: int, table: list[int]) -> Span:
