@@ -23,14 +23,17 @@ class Share:
     ranks: int
 
     def part(self, count: int) -> range:
-        """Of ``count`` things that divide among the ranks."""
-        size = count // self.ranks
-        return range(self.rank * size, (self.rank + 1) * size)
+        """Of ``count`` things, at least one for each rank; where they do not divide, some ranks have one more."""
+        return range(self.rank * count // self.ranks, (self.rank + 1) * count // self.ranks)
 
     def kv_heads(self, count: int) -> range:
         """Where there are fewer K/V heads than ranks, several ranks have the same one."""
         first = self.rank * count // self.ranks
-        return range(first, first + max(count // self.ranks, 1))
+        return self.part(count) if count >= self.ranks else range(first, first + 1)
+
+    def heads(self, count: int, kv_heads: int) -> range:
+        """Query heads: those that share this rank's K/V heads, or as many of them as other ranks with the same one have."""
+        return _scaled(self.kv_heads(kv_heads), count // kv_heads) if kv_heads >= self.ranks else self.part(count)
 
     def head_rows(self, vocabulary: int) -> range:
         """Rows of the head, which need not divide: the last ranks may have fewer, or none."""
@@ -45,11 +48,11 @@ def columns(vocabulary: int, ranks: int) -> int:
 
 def heads_unfit(heads: int, kv_heads: int, ranks: int) -> str | None:
     """Why attention cannot be shared; None: it can."""
-    if heads % ranks:
-        return f"{heads} attention heads do not divide among {ranks} ranks"
-    if kv_heads % ranks and ranks % kv_heads:
-        return f"{kv_heads} K/V heads do not divide among {ranks} ranks, nor ranks among them"
-    return None
+    if kv_heads >= ranks:
+        return None
+    if ranks % kv_heads:
+        return f"{ranks} ranks are more than the {kv_heads} K/V heads, and no multiple of them"
+    return f"{heads} attention heads do not divide among {ranks} ranks" if heads % ranks else None
 
 
 def unfit(recipe: Recipe, ranks: int) -> str | None:
@@ -58,8 +61,7 @@ def unfit(recipe: Recipe, ranks: int) -> str | None:
         return reason
     widths = {layer.down.weight.shape[1] for layer in recipe.layers if layer.down is not None}
     widths |= {layer.experts.down.shape[2] for layer in recipe.layers if layer.experts is not None}
-    odd = sorted(width for width in widths if width % ranks)
-    return f"MLPs of {odd[0]} columns do not divide among {ranks} ranks" if odd else None
+    return f"MLPs of {min(widths)} columns are too narrow for {ranks} ranks" if min(widths) < ranks else None
 
 
 def shared(recipe: Recipe, share: Share, layers: tuple[Layer, ...]) -> Recipe:
@@ -70,9 +72,9 @@ def shared(recipe: Recipe, share: Share, layers: tuple[Layer, ...]) -> Recipe:
     rows = share.head_rows(recipe.vocabulary)
     return replace(
         recipe,
-        heads=len(share.part(recipe.heads)),
+        heads=len(share.heads(recipe.heads, recipe.kv_heads)),
         kv_heads=len(share.kv_heads(recipe.kv_heads)),
-        intermediate=recipe.intermediate // share.ranks,
+        intermediate=len(share.part(recipe.intermediate)),
         embedding=recipe.embedding if share.rank == 0 else recipe.embedding[:0].clone(),
         layers=layers,
         head=_padded(_outputs(recipe.head, [rows]), columns(recipe.vocabulary, share.ranks)),
@@ -82,7 +84,7 @@ def shared(recipe: Recipe, share: Share, layers: tuple[Layer, ...]) -> Recipe:
 def shared_layer(recipe: Recipe, layer: Layer, share: Share) -> Layer:
     """This rank's part of one layer of ``recipe``, the whole one."""
     dim, first = recipe.head_dim, share.rank == 0
-    query, key = share.part(recipe.heads), share.kv_heads(recipe.kv_heads)
+    query, key = share.heads(recipe.heads, recipe.kv_heads), share.kv_heads(recipe.kv_heads)
     qkv = [_scaled(query, dim), _scaled(_moved(key, recipe.heads), dim)]
     qkv.append(_scaled(_moved(key, recipe.heads + recipe.kv_heads), dim))
     return replace(

@@ -85,18 +85,20 @@ def of_experts(experts: Experts, x: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from([(2, 2, 1), (2, 2, 2), (2, 4, 2), (4, 1, 2), (4, 2, 1), (3, 3, 2), (4, 4, 4), (8, 2, 4)]),
-    st.integers(1, 3),
+    st.sampled_from(
+        [(2, 2, 2), (2, 4, 8), (4, 1, 8), (4, 2, 8), (3, 3, 6), (4, 8, 8), (8, 2, 8), (2, 3, 9), (3, 8, 8), (4, 7, 14)]
+    ),
+    st.integers(8, 20),
     st.sampled_from([0, 3]),
     st.integers(1, 23),
     st.booleans(),
     st.integers(0, 1 << 16),
 )
 def test_what_the_ranks_add_is_what_the_whole_layer_adds(
-    counts: tuple[int, int, int], part: int, experts: int, vocabulary: int, bias: bool, seed: int
+    counts: tuple[int, int, int], width: int, experts: int, vocabulary: int, bias: bool, seed: int
 ) -> None:
-    ranks, kv_heads, share = counts
-    recipe = whole(kv_heads * share * ranks, kv_heads, part * ranks, experts, vocabulary, bias, seed)
+    ranks, kv_heads, heads = counts
+    recipe = whole(heads, kv_heads, width, experts, vocabulary, bias, seed)
     assert unfit(recipe, ranks) is None
     x = torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     shares = [Share(rank, ranks) for rank in range(ranks)]
@@ -118,11 +120,11 @@ def test_what_the_ranks_add_is_what_the_whole_layer_adds(
 
 
 def test_every_kv_head_is_somebodys_and_query_heads_find_theirs() -> None:
-    for heads, kv_heads, ranks in ((8, 8, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 3, 6)):
+    for heads, kv_heads, ranks in ((8, 8, 2), (8, 4, 4), (8, 2, 4), (8, 1, 8), (12, 3, 6), (9, 3, 2), (14, 7, 4)):
         seen = set()
         for rank in range(ranks):
             share = Share(rank, ranks)
-            query, own = share.part(heads), share.kv_heads(kv_heads)
+            query, own = share.heads(heads, kv_heads), share.kv_heads(kv_heads)
             assert {head * kv_heads // heads for head in query} == set(own)
             seen |= set(own)
         assert seen == set(range(kv_heads))
@@ -135,9 +137,10 @@ def test_every_kv_head_is_somebodys_and_query_heads_find_theirs() -> None:
         (8, 2, 4, None),
         (8, 1, 2, None),
         (6, 3, 3, None),
+        (9, 3, 2, None),
+        (8, 8, 3, None),
         (7, 1, 2, "7 attention heads do not divide among 2 ranks"),
-        (6, 3, 2, "3 K/V heads do not divide among 2 ranks"),
-        (8, 8, 3, "8 attention heads do not divide among 3 ranks"),
+        (12, 3, 4, "4 ranks are more than the 3 K/V heads, and no multiple of them"),
     ],
 )
 def test_head_counts_that_divide_and_that_do_not(heads: int, kv_heads: int, ranks: int, why: str | None) -> None:
@@ -145,5 +148,5 @@ def test_head_counts_that_divide_and_that_do_not(heads: int, kv_heads: int, rank
     assert got is None if why is None else why in (got or "")
 
 
-def test_mlps_that_do_not_divide_are_named() -> None:
-    assert unfit(whole(2, 2, 3, 0, 5, False, 0), 2) == "MLPs of 3 columns do not divide among 2 ranks"
+def test_mlps_too_narrow_are_named() -> None:
+    assert unfit(whole(4, 4, 3, 0, 5, False, 0), 4) == "MLPs of 3 columns are too narrow for 4 ranks"

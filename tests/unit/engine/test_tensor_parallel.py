@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[int, PreTrainedConfig]] = {
     "8 of 2 heads on 4 ranks": (4, LlamaConfig(**BASE, **heads(8, 2, 16))),
     "8 of 1 head": (2, LlamaConfig(**BASE, **heads(8, 1, 16))),
     "6 of 3 heads on 3 ranks": (3, LlamaConfig(**{**BASE, "hidden_size": 48}, **heads(6, 3, 24))),
+    "9 of 3 heads and odd columns": (2, LlamaConfig(**{**BASE, "hidden_size": 36, "intermediate_size": 49}, **heads(9, 3, 16))),
     "biases and an odd vocabulary": (2, Qwen2Config(**{**BASE, "vocab_size": VOCAB + 3}, **heads(4, 2, 16))),
     "norms of heads": (2, Qwen3Config(**BASE, **heads(4, 2, 16))),
     "a window": (2, MistralConfig(**BASE, **heads(4, 2, 16), sliding_window=24)),
