@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from importlib.util import find_spec
 
 import torch
@@ -14,6 +15,8 @@ from moonpool.engine.lanes import CudaLanes, HostLanes
 from moonpool.engine.page_tensor import CPU, PageTensor
 from moonpool.engine.quantised import Kept
 from moonpool.engine.slice_packing import Packing, TorchPacking
+
+FP8_CAPABILITY = (8, 9)  # from where on Triton converts e4m3
 
 
 def device_of(config: Config) -> torch.device:
@@ -28,6 +31,11 @@ def device_of(config: Config) -> torch.device:
         raise ConfigError(
             f"engine.kv_dtype: {kept!r} is for the backend triton, and engine.backend {backend!r} is another one on "
             f"{device.type}; use auto, or a GPU",
+            param="engine.kv_dtype",
+        )
+    if kept == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"engine.kv_dtype: 'fp8' is not known to {torch.cuda.get_device_name(device)}; use int8 or auto",
             param="engine.kv_dtype",
         )
     return device
@@ -66,9 +74,23 @@ def view_of(memory: PageTensor) -> HostView:
     if not on_gpu and memory.exponents is None:
         return OwnMemory(memory)
     layout = memory.layout
-    shape = (memory.pages, layout.layers, layout.slice_bytes)
-    host = torch.zeros(shape, dtype=torch.uint8, pin_memory=on_gpu)
+    host = torch.zeros((memory.pages, layout.layers, layout.slice_bytes), dtype=torch.uint8)
+    if on_gpu:
+        _lock_pages(host)
     return StagedView(memory, _packing(memory), CudaLanes(memory.device) if on_gpu else HostLanes(), host)
+
+
+def _lock_pages(host: torch.Tensor) -> None:
+    """Page-locked until it is freed. Not by PyTorch's allocator, which takes the next power of two of bytes."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(host.data_ptr(), host.numel(), 0))
+    if error:
+        raise ConfigError(
+            f"engine.pages: the host's view of device pages, {host.numel() >> 20} MiB, cannot be page-locked "
+            f"(CUDA error {error}); lower engine.pages or engine.page_bytes, or raise the limit of locked memory",
+            param="engine.pages",
+        )
+    weakref.finalize(host, runtime.cudaHostUnregister, host.data_ptr())
 
 
 def _packing(memory: PageTensor) -> Packing:

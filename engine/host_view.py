@@ -100,6 +100,7 @@ class StagedView:
         self._lock = threading.Lock()  # all below
         self._behind = np.zeros(memory.pages, dtype=np.bool_)
         self._came: dict[int, Mark] = {}  # by layer: the last slices that came in
+        self._all_came: Mark | None = None  # the last of all layers: a lane has an order
         self._over = lanes.computed()  # behind steps that are over, and behind what was copied or filled since
 
     @contextmanager
@@ -161,7 +162,7 @@ class StagedView:
             self._packing.unpack(chosen, layer, data)
 
         with self._lock:
-            self._came[layer] = self._put_inward(copy)
+            self._all_came = self._came[layer] = self._put_inward(copy)
             self._behind[chosen] = False
 
     def _put_inward(self, copy: Callable[[], None]) -> Mark:
@@ -192,7 +193,8 @@ class StagedView:
                     for data, page in zip(self._packing.pack(late, layer, [size] * len(late)), late, strict=True):
                         self._host[page, layer].copy_(data, non_blocking=True)
 
-            there = self._lanes.outward.put(copy, (self._over, *self._came.values()))
+            came = () if self._all_came is None else (self._all_came,)
+            there = self._lanes.outward.put(copy, (self._over, *came))
         there.wait()
         with self._lock:
             self._behind[late] = False
@@ -218,8 +220,8 @@ class StagedView:
             self._hold_came()
 
     def _hold_came(self) -> None:
-        for mark in self._came.values():
-            self._lanes.hold(mark)
+        if self._all_came is not None:
+            self._lanes.hold(self._all_came)
 
 
 class _Sending:
