@@ -8,6 +8,7 @@ fixed bound holds. Every byte that nobody wrote is NaN.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,23 @@ def test_with_keys_and_values_that_another_backend_computed_elsewhere(served: Se
     for name, other in zip(names, names[1:] + names[:1], strict=True):
         got = [_split(served, i, served.engines[name], served.engines[other]) for i in range(len(LENGTHS))]
         served.check(got, f"{name} prefills, {other} decodes")
+
+
+@pytest.mark.skipif(not os.environ.get("MOONPOOL_LONG_TESTS"), reason="takes minutes: every kernel is interpreted")
+@pytest.mark.parametrize("kind", KNOWN)
+def test_triton_kernels_answer_as_the_library_does_behind_prefixes_and_pages_of_another_backend(
+    kind: str, tmp_path: Path
+) -> None:
+    served = _served(rounded_tiny(tmp_path, KNOWN[kind]), "float32")
+    engine = load_tiny(tmp_path, poison=True, backend="triton")
+    assert engine.backend_name == "triton"
+    for cached in (False, True):
+        got = served.run(engine, reuse=True, chunk=20)
+        assert [one.cached for one in got] == [min(n // 16 * 16, n - 1) if cached else 0 for n in LENGTHS]
+        served.check(got, f"cached: {cached}")
+    for prefill, decode in ((engine, served.engines["fused"]), (served.engines["fused"], engine)):
+        got = [_split(served, i, prefill, decode) for i in range(len(LENGTHS))]
+        served.check(got, f"{prefill.backend_name} prefills, {decode.backend_name} decodes")
 
 
 def _split(served: Served, i: int, prefill: Engine, decode: Engine) -> Transcript:
