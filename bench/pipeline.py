@@ -100,7 +100,7 @@ async def _measure(registry: str, key: Path, options: PipelineOptions, say: Say)
                 for name, run in (("first_span", first), ("second_span", second), ("one", one), ("group", group)):
                     samples[name].append(run.ttft_s)
         alone = await direct.counted("spans_alone_count")
-        return _figures(samples, direct.layout.layers) | {
+        return figures(samples, direct.layout.layers) | {
             "tokens": options.tokens,
             "cut_tokens": len(head),
             "same_kv": same_kv,
@@ -133,7 +133,8 @@ async def _cut(direct: Direct, draw: random.Random, tokens: int, say: Say) -> in
     return bounds[1] // size
 
 
-def _figures(samples: dict[str, list[float]], layers: int) -> dict[str, float]:
+def figures(samples: dict[str, list[float]], layers: int) -> dict[str, float]:
+    """Of ``samples`` in seconds; see the module for the keys."""
     first, second, one, group = (statistics.median(samples[name]) for name in ("first_span", "second_span", "one", "group"))
     predicted = one / (max(first, second) + first / layers)
     return {
