@@ -67,14 +67,15 @@ def patience_s(expected_s: float | None, computing_s: float) -> float:
     return max(longest, LATE_FLOOR_S)
 
 
-def worth_waiting(still_s: float, since_first_s: float, came: float, computing_s: float) -> bool:
-    """Whether blocks that another worker computes are waited for, where computing all of them here takes ``computing_s``.
+def worth_waiting(still_s: float, since_first_s: float, came: float, blocks_s: float, rest_s: float) -> bool:
+    """Whether blocks that another worker computes are waited for. Computing them here takes ``blocks_s``, and with all that
+    follows ``rest_s``: that is what giving them up costs.
 
     The share ``came`` of their slices came in ``since_first_s``, the last of them ``still_s`` ago (or none since they were
-    asked for). Nothing may come for LATE_SHARE of that time, and no pace may leave more to wait for than all of it.
+    asked for). Nothing may come for LATE_SHARE of ``blocks_s``, and no pace may leave more to wait for than ``rest_s``.
     """
-    if still_s > max(LATE_SHARE * computing_s, SPAN_FLOOR_S):
+    if still_s > max(LATE_SHARE * blocks_s, SPAN_FLOOR_S):
         return False
     if came < SEEN_SHARE:
         return True
-    return since_first_s * (1.0 - came) / came <= max(computing_s, SPAN_FLOOR_S)
+    return since_first_s * (1.0 - came) / came <= max(rest_s, SPAN_FLOOR_S)

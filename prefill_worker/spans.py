@@ -77,14 +77,15 @@ class Spans:
         return work.job.attempt.deadline_ms / 1e3 - (time.monotonic() - work.life.at[Instant.QUEUED])
 
     async def _watch(self, work: Job, load: SpanLoad) -> None:
-        """A worker before this one that is busy or slow is not waited for longer than computing its blocks here would take."""
-        computing_s = self._pace.seconds(load.trusted * self._size)
+        """A worker before this one that is busy or slow is not waited for longer than going on without it would take."""
+        blocks_s = self._pace.seconds(load.trusted * self._size)
+        rest_s = self._pace.seconds(len(work.tokens) - load.first * self._size)
         while not load.over and load.failure is None:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
             still_s = now - (load.last_came or load.asked)
             since_first_s = now - load.first_came if load.first_came else 0.0
-            if not worth_waiting(still_s, since_first_s, load.came / load.slices, computing_s):
+            if not worth_waiting(still_s, since_first_s, load.came / load.slices, blocks_s, rest_s):
                 load.give_up(f"{load.helper} has sent {load.came} of {load.slices} slices in {now - load.asked:.1f} s")
 
     async def alone(self, work: Job, load: SpanLoad) -> bool:

@@ -132,8 +132,8 @@ def test_one_pass_takes_the_whole_span_up_to_its_bound() -> None:
         (4.9, 0.0, 0.0, True),
         (5.1, 0.0, 0.0, False),  # half of what computing takes
         (0.1, 1.0, 0.05, True),  # too few to tell
-        (0.1, 1.0, 0.11, True),
-        (0.1, 2.0, 0.11, False),  # 16 s more
+        (0.1, 2.4, 0.11, True),
+        (0.1, 2.6, 0.11, False),  # 21 s more
         (0.1, 20.0, 0.9, True),
         (5.1, 20.0, 0.99, False),
     ],
@@ -141,9 +141,9 @@ def test_one_pass_takes_the_whole_span_up_to_its_bound() -> None:
 def test_who_is_slower_than_computing_would_be_is_not_waited_for(
     still_s: float, since_first_s: float, came: float, worth: bool
 ) -> None:
-    assert worth_waiting(still_s, since_first_s, came, 10.0) == worth
+    assert worth_waiting(still_s, since_first_s, came, 10.0, 20.0) == worth
 
 
 def test_short_blocks_are_waited_for_a_moment_anyway() -> None:
-    assert worth_waiting(1.9, 1.9, 0.5, 0.001)
-    assert not worth_waiting(2.1, 1.9, 0.5, 0.001)
+    assert worth_waiting(1.9, 1.9, 0.5, 0.001, 0.002)
+    assert not worth_waiting(2.1, 1.9, 0.5, 0.001, 0.002)
