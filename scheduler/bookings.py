@@ -161,10 +161,12 @@ class Ledger:
             self.release(booking.request)
         return old
 
-    def lose(self, worker: MemberId) -> None:
+    def lose(self, worker: MemberId) -> list[Booking]:
         """``worker`` is gone or silent, its attempts move: release all it takes part in."""
-        for request in list(self._by_worker.get(worker, ())):
-            self.release(request)
+        lost = list(self._by_worker.get(worker, {}).values())
+        for booking in lost:
+            self.release(booking.request)
+        return lost
 
     def report(self, worker: MemberId, alive: set[tuple[str, int]], now: float) -> list[Booking]:
         """Compare with the attempts that ``worker`` says it holds; returns the bookings that this ends."""

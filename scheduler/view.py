@@ -90,7 +90,8 @@ class View:
             self._queues.forget(member.id)
         self.devices.drop(member.id)
         self.courses.forget(member.id)
-        self._ledger.lose(member.id)
+        for lost in self._ledger.lose(member.id):
+            self._ended(lost)
         if live:
             self.workers[member.id] = Worker(member)
 

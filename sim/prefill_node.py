@@ -110,6 +110,7 @@ class PrefillNode:
             self._sending.perform(attempt, attempt.source.failed(failure))
             self._stop(attempt)
             self._go()
+            self.report()
 
     # -- what decode nodes ask, too ------------------------------------------------------------------------------------
 
@@ -119,6 +120,8 @@ class PrefillNode:
             self._sending.perform(attempt, attempt.source.cancelled(why))
             self._stop(attempt)
             self._go()
+            if attempt.after is not None:
+                self.report()  # the conductor knows of it by no other way
 
     def _expected(self, attempt: Try) -> int:
         """Tokens that need not be computed, going by the placement."""

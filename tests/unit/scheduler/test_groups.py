@@ -26,7 +26,8 @@ def grouping(prefills: int = 3, *, link: Links | None = None, **numbers: float) 
     cluster = Cluster(layout=MANY_LAYERS)
     settings = {"group": 8.0, "group_settle_s": 0.0, **numbers}
     cluster.conductor = Conductor(policy=make_policy("moonpool", settings))
-    cluster.conductor.links = link or Links()
+    if link is not None:
+        cluster.conductor.links = link
     for i in range(prefills):
         cluster.join(f"store-{'abcdefg'[i]}", Role.STORE, "abcdefg"[i])
         cluster.join(f"prefill-{i}", Role.PREFILL, "abcdefg"[i])
