@@ -53,6 +53,13 @@ def late_view(memory: PageTensor) -> StagedView:
     return StagedView(memory, TorchPacking(memory), HostLanes(LateLane(), LateLane()), host)
 
 
+def coming_in(view: StagedView) -> int:
+    """Copies to the device that nobody has waited for."""
+    lane = view._lanes.inward
+    assert isinstance(lane, LateLane)
+    return len(lane.waiting)
+
+
 def under_way(view: StagedView) -> int:
     """Copies to the host that nobody has waited for."""
     lane = view._lanes.outward

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from moonpool.cluster.both import BothWorker
 from moonpool.core.ids import NodeId, RequestId
 from moonpool.core.placement import Segment, Source
+from moonpool.engine.engine import Row
 
 
 def ids(n: int, seed: int = 0) -> list[int]:
@@ -47,6 +48,22 @@ async def test_a_prompt_fetched_from_another_node_and_computed_behind_it(tmp_pat
         await split.clear_device_pages()
         split.place(segments=[Segment(0, 4, Source.FETCH, NodeId("b"))])
         await check(split, 100, 64)
+
+
+async def test_pages_that_a_worker_computed_in_another_role_are_pushed_from_the_host_too(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """Steps of answers leave the host behind; the worker was a decode worker, and has their pages still."""
+    async with split_path(tmp_path, tiny_model, make_view=late_view) as split:
+        engine, request = split.prefill_engines[0], split.asker.request(ids(48), max_tokens=6)
+        pages = engine.pages.allocate(3)
+        engine.forward([Row(list(request.prompt), 0, pages, False)])
+        for i, page in enumerate(pages):
+            engine.pages.publish(page, request.keys[i], request.keys[i - 1] if i else None)
+        engine.pages.release(pages)
+        answer = await split.gateway.ask(request)
+        await split.idle()
+        assert (answer.ids, answer.cached_tokens) == (split.oracle(request), 47)
 
 
 async def test_blocks_of_answers_are_published_from_pages_that_the_host_did_not_have(tmp_path: Path, tiny_model: Path) -> None:

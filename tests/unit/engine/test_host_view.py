@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_runner import Runner, load_tiny, random_ids
-from support.lanes import late_view, under_way
+from support.lanes import coming_in, late_view, under_way
 
 from moonpool.core.config import Config, EngineConfig, ModelConfig, SecurityConfig
 from moonpool.engine.engine import Engine, Row, load_engine
@@ -161,7 +161,9 @@ def test_freed_pages_are_overwritten_in_both_memories(tiny_llama: Path, poison: 
     engine.forward([Row(random_ids(20, 6), 0, taken, False)], on_layer=lambda layer: None)
     for layer in range(LAYERS):
         engine.view.came_in(layer, taken)  # the copy is to be over before the page is filled
+    assert coming_in(view_of(engine))
     engine.pages.release(taken)
+    assert coming_in(view_of(engine)) == 0
     for page in taken:
         assert (engine.kv_bytes[page] == filled).all()
         assert all((device_bytes(engine, page, layer) == filled).all() for layer in range(LAYERS))
