@@ -9,6 +9,8 @@ CONDUCTOR = (
     counter("placements", "placements that were answered"),
     counters("refusals", "requests it refused, by why", "reason", by("refusals_*", "no_path", "targets_missed", "overloaded")),
     counter("admitted_to_measure", "requests let in against the estimate, to measure again"),
+    counter("prefill_groups", "prompts placed on several prefill workers together"),
+    counter("prefill_helpers", "prefill workers that were to help another one with its prompt"),
     gauge("leading_term", "the term in which it leads; 0: it does not"),
     gauge("workers", "workers it knows"),
     gauge("store_nodes", "store nodes it knows"),
