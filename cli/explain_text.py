@@ -69,6 +69,11 @@ def _sources(told: Told) -> list[str]:
             f"  transfer: {transfer['blocks']} blocks from {transfer['source']} in {transfer['ms']:.0f} ms{meanwhile}, "
             f"{transfer['flows_under_way']} other flows"
         )
+    for share in told.get("group", ()):
+        lines.append(
+            f"  computed together: tokens {share['begin']} to {share['end']} at {share['worker']}, "
+            f"from {share['begins_ms']:.0f} to {share['ends_ms']:.0f} ms"
+        )
     return lines
 
 

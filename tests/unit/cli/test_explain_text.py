@@ -52,6 +52,12 @@ def test_a_request_shows_where_it_went_who_else_was_there_and_how_it_came_out() 
     assert "regret     8 ms later" in text
 
 
+def test_a_prompt_that_several_compute_shows_who_computes_what() -> None:
+    share = {"worker": "prefill-1", "begin": 0, "end": 128, "begins_ms": 0.0, "ends_ms": 25.0}
+    text = request_text({"request": "req-1", "conductor": "c", "decisions": [TOLD | {"group": [share]}]})
+    assert "computed together: tokens 0 to 128 at prefill-1, from 0 to 25 ms" in text
+
+
 def test_refused_and_still_waiting_requests_say_so() -> None:
     refused = copy.deepcopy(TOLD) | {"actual": None, "regret_ms": None}
     del refused["placed"]
