@@ -62,11 +62,11 @@ def _spelled_out(places: Mapping[str, str]) -> dict[str, str]:
 
 def kv_layout(config: Config, model_dir: Path) -> KVLayout:
     """What every engine that loads ``model_dir`` will have, without loading it."""
-    from moonpool.engine.checkpoint import default_cache, model_fingerprint
+    from moonpool.engine.checkpoint import default_cache, kept_as, model_fingerprint
     from moonpool.engine.shape import shape_in_file
 
     shape = shape_in_file(model_dir) or _shape_by_library(model_dir)
-    fingerprint = model_fingerprint(model_dir, default_cache())
+    fingerprint = kept_as(model_fingerprint(model_dir, default_cache()), config.engine.kv_dtype)
     return shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
 
 

@@ -122,6 +122,7 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
             "memory": memory,
             "engine": engine.backend_name,
             "engine_note": engine.backend_note,
+            "device": engine.device_note,
             "dtype": config.model.dtype,
             "model": str(spec.model_dir),
         },
@@ -170,7 +171,8 @@ def _load_engine(spec: RoleSpec, say: Say) -> tuple[Engine, str]:
         say(wait)
     own = own_threads(spec.config, spec.role)
     engine = load_engine(spec.config, spec.model_dir, threads=spec.threads, own_threads=own)
-    say(f"engine: {engine.backend_name}" + (f" ({engine.backend_note})" if engine.backend_note else ""))
+    where = "" if engine.device_note == "cpu" else f" on {engine.device_note}"
+    say(f"engine: {engine.backend_name}{where}" + (f" ({engine.backend_note})" if engine.backend_note else ""))
     return engine, str(budget)
 
 

@@ -87,6 +87,14 @@ def _digest(directory: Path, files: list[Path], cache: Path) -> str:
     return mix.hexdigest()
 
 
+def kept_as(fingerprint: str, kv_dtype: str) -> str:
+    """The fingerprint of a model whose pages are kept so. What it computes differs, so its blocks have names of their own:
+    none of them is ever taken for one of an engine that rounds otherwise."""
+    if kv_dtype == "auto":
+        return fingerprint
+    return hashlib.blake2b(f"{fingerprint} {kv_dtype}".encode(), digest_size=16).hexdigest()
+
+
 def _read_note(note: Path) -> tuple[list[list[object]], str] | None:
     try:
         raw = read_json(note.read_bytes())

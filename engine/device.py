@@ -55,6 +55,12 @@ def cuda_trouble(config: Config) -> str | None:
     return None
 
 
+def described(device: torch.device, kept: Kept) -> str:
+    """For operators."""
+    name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+    return name if kept == "auto" else f"{name}, K/V kept as {kept}"
+
+
 def page_bytes(layout: KVLayout, kept: Kept) -> int:
     """Of one page as a device keeps it: in eight bits with an exponent for each row, or canonical."""
     if kept == "auto":

@@ -19,16 +19,15 @@ from moonpool.core.request import Adapter
 from moonpool.engine import attention
 from moonpool.engine.adapting import choose_adapted, require_fit
 from moonpool.engine.backends import Hook, Span
-from moonpool.engine.checkpoint import default_cache, model_fingerprint
+from moonpool.engine.checkpoint import default_cache, kept_as, model_fingerprint
 from moonpool.engine.choosing import Chosen, choose
-from moonpool.engine.device import device_of, view_of
+from moonpool.engine.device import described, device_of, view_of
 from moonpool.engine.guides import Guides
 from moonpool.engine.host_view import HostView, OwnMemory
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
-from moonpool.engine.quantised import kept_as
 from moonpool.engine.scoring import score
 from moonpool.engine.tensor_parallel.ranks import Ranks
 from moonpool.engine.tensor_parallel.start import ranks_for
@@ -88,6 +87,7 @@ class Engine:
         self.layout = memory.layout
         self.backend_name = chosen.backend.name
         self.backend_note = chosen.note
+        self.device_note = described(memory.device, memory.kept)
         self.lost = lost
         self.max_context = max_context
         self.vocab_size = vocab_size

@@ -10,7 +10,6 @@ This is the reference of ``engine.triton.quantising``.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Literal
 
 import torch
@@ -24,12 +23,6 @@ TOP_MANTISSA = {"int8": 0x7E0000, "fp8": 0x680000}
 LEAST = 16  # exponents are no smaller: 2**-111 times the smallest value is still a normal float32
 BROKEN = 255  # of rows that hold infinities or NaN: they come out as such
 LARGEST_FP8 = 448.0
-
-
-def kept_as(fingerprint: str, kept: Kept) -> str:
-    """The fingerprint of a model whose pages are ``kept`` so. What it computes differs, so its blocks have names of their own:
-    none of them is ever taken for one of an engine that rounds otherwise."""
-    return fingerprint if kept == "auto" else hashlib.blake2b(f"{fingerprint} {kept}".encode(), digest_size=16).hexdigest()
 
 
 def quantise(rows: torch.Tensor, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from engine_runner import VOCAB, Runner, load_tiny, random_ids, save_tiny
 from transformers import LlamaConfig
 
+from moonpool.cluster.models import kv_layout
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.engine.engine import Engine, Row, load_engine
@@ -115,5 +116,7 @@ def test_the_budget_counts_small_pages_and_the_hosts_view_of_them(small: Path, k
 
 
 def test_blocks_of_engines_that_round_differently_have_different_names(small: Path, engine: Engine) -> None:
+    """And their store nodes, which load no model, expect these names."""
+    assert engine.layout in [kv_layout(config_of(small, kv_dtype=kept), small) for kept in KEPT]
     names = {load_tiny(small, pages=2, backend="fused").layout.model, engine.layout.model}
     assert len(names) == 2 and len({len(name) for name in names}) == 1
