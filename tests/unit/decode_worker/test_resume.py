@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import wait_for_loads
 from support.split import Split, split_path
 from support.workers import Answer
 
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import Segment, Source
 from moonpool.core.request import FinishReason, Request
-from moonpool.prefill_worker import incoming
 
 SIZE = 16
 TOTAL = 70  # tokens of prompt and answer
@@ -36,9 +36,13 @@ async def until(true: Callable[[], object], what: str, seconds: float = 10.0) ->
 
 
 async def interrupted(split: Split, request: Request, count: int) -> Answer:
-    """``count`` ids of an attempt whose worker's device memory is lost then; what it had begun to store is stored."""
+    """``count`` ids of an attempt whose worker's device memory is lost then; what it had begun to store is stored.
+
+    The first id comes from the prefill worker, maybe before the KV of the prompt: that is waited for, too.
+    """
     answer = split.gateway.begin(request)
     await answer.count(count)
+    await until(lambda: not split.decode.numbers()["requests_filling"], "landed")
     split.decode.cancel(split.gateway.stream, request.id, 1)
     await until(lambda: not split.decode.numbers()["pages_publishing"], "published")
     await split.idle()
@@ -62,8 +66,7 @@ def counted(split: Split) -> dict[str, float]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No fetch is late, however busy the machine is: what is late is computed."""
-    monkeypatch.setattr(incoming, "patience_s", lambda expected_s, computing_s: 30.0)
+    wait_for_loads(monkeypatch)
 
 
 @asynccontextmanager

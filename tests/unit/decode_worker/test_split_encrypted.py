@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.patience import wait_for_loads
 from support.split import Split, split_path
 from support.store import block_keys, until
 
@@ -21,8 +22,7 @@ CLOSED = {"kv_encryption": "aes-gcm"}
 
 @pytest.fixture(autouse=True)
 def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models compute faster than any disk answers."""
-    monkeypatch.setattr("moonpool.prefill_worker.pace.MIN_MS", 10_000)
+    wait_for_loads(monkeypatch)
 
 
 def ids(n: int, seed: int = 0) -> list[int]:

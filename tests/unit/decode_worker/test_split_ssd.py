@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.patience import wait_for_loads
 from support.split import Split, split_path
 from support.store import block_keys, until
 
@@ -26,8 +27,7 @@ BOTH: dict[str, Any] = {"prefills": 0, "decode_kind": BothWorker}
 
 @pytest.fixture(autouse=True)
 def loading_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models compute faster than any disk answers."""
-    monkeypatch.setattr("moonpool.prefill_worker.pace.MIN_MS", 10_000)
+    wait_for_loads(monkeypatch)
 
 
 def ids(n: int, seed: int = 0) -> list[int]:
