@@ -26,7 +26,7 @@ from moonpool.engine.timed_lock import TimedLock
 
 log = logging.getLogger(__name__)
 
-_SOURCES = ("compiled/*.py", "paged_*.py")
+_SOURCES = ("compiled/*.py", "paged_*.py", "tensor_parallel/awaiting.py")
 _KEEP_S = 7 * 86_400.0  # another version of the project may be in use beside this one
 _ROOM = 64 << 20  # bytes free; all kernels take some 4 MiB
 _PATIENCE_S = 300.0  # for another process that compiles: several times what it takes, and not for ever where it is frozen

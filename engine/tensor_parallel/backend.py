@@ -15,8 +15,9 @@ from moonpool.engine.fused_backend import FusedBackend
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
 from moonpool.engine.recipe import Layer, Recipe
+from moonpool.engine.tensor_parallel.groups import group_of
 from moonpool.engine.tensor_parallel.line import Step
-from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Parted, Stopped
+from moonpool.engine.tensor_parallel.meeting import Meeting, Parted, Stopped
 from moonpool.engine.tensor_parallel.rank import Start
 from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks
 from moonpool.engine.tensor_parallel.sharding import Share, columns, let_go, shared, shared_layer
@@ -40,7 +41,9 @@ class ParallelBackend:
             self._introduce(recipe, memory, threads, width)
             own = shared(recipe, Share(0, size), self._hand_out(recipe))
             compiled_attention(memory.layout.dtype)
-            group = GlooGroup(ranks.folder, 0, size, STEP_S)
+            pages = ranks.pages
+            assert pages is not None
+            group = group_of(ranks.sums, pages.meeting, ranks.folder, 0, size, STEP_S, ranks.lost.done)
             for line in ranks.lines:
                 line.record()  # it has found the others
         except (OSError, EOFError, RuntimeError) as e:
@@ -75,6 +78,7 @@ class ParallelBackend:
                 layers=len(recipe.layers),
                 kv_heads=(heads.start, heads.stop),
                 columns=width,
+                sums=self._ranks.sums,
                 timeout_s=STEP_S,
             )
             line.send_record(asdict(start))

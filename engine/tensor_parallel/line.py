@@ -6,11 +6,12 @@ Every frame begins with its kind and the lengths of what follows, which are chec
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Recipe, Layer, Proje
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+Sums = Literal["memory", "gloo"]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What all ranks compute together. ``x`` [tokens, hidden]: the embedded ids."""
@@ -49,6 +53,12 @@ class Line:
     @property
     def fd(self) -> int:
         return self._end.fileno()
+
+    def ended(self) -> bool:
+        """Whether the other end is gone. Never blocks."""
+        poll = select.poll()
+        poll.register(self._end, 0)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._end.close()

@@ -6,12 +6,9 @@ tensor, not zero at a rank that cannot go on. Then all of them leave the step af
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import distributed
 
 from moonpool.engine.backends import Hook
 
@@ -32,35 +29,6 @@ class Group(Protocol):
 
     def gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One of each rank at rank 0, nothing at the others."""
-
-
-class GlooGroup:
-    """Over loopback; ranks find one another by a file in ``folder``, which may be removed once all have this."""
-
-    def __init__(self, folder: Path, rank: int, ranks: int, timeout_s: float) -> None:
-        torchs: Any = distributed  # it exports by other means than its types know
-        gloo = torchs.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout_s)
-        self._rank, self._ranks = rank, ranks
-        self._group = gloo(torchs.FileStore(str(folder / "ranks"), ranks), rank, ranks, options)
-        self._to_first = torchs.GatherOptions()
-        self._to_first.rootRank = 0
-
-    def sum(self, flat: torch.Tensor) -> None:
-        try:
-            self._group.allreduce([flat]).wait()
-        except RuntimeError as e:
-            raise Parted(str(e)) from e
-
-    def gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(flat) for _ in range(self._ranks)] if self._rank == 0 else []
-        try:
-            self._group.gather([found] if found else [], [flat], self._to_first).wait()
-        except RuntimeError as e:
-            raise Parted(str(e)) from e
-        return found
 
 
 class Meeting:

@@ -17,8 +17,9 @@ from moonpool.engine.fused_backend import FusedBackend
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.paged_kernels import compiled_attention
 from moonpool.engine.recipe import Recipe
-from moonpool.engine.tensor_parallel.line import Line, Step
-from moonpool.engine.tensor_parallel.meeting import GlooGroup, Meeting, Stopped
+from moonpool.engine.tensor_parallel.groups import group_of
+from moonpool.engine.tensor_parallel.line import Line, Step, Sums
+from moonpool.engine.tensor_parallel.meeting import Meeting, Stopped
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 
 
@@ -35,6 +36,7 @@ class Start:
     layers: int  # whose weights come
     kv_heads: tuple[int, int]  # first of its own, and the one behind the last
     columns: int  # logits of one token that each rank computes
+    sums: Sums
     timeout_s: float
 
 
@@ -42,12 +44,13 @@ class Rank:
     def __init__(self, line: Line, start: Start) -> None:
         self._line = line
         layout = KVLayout(**start.layout)  # type: ignore[arg-type]
-        shared = SharedPages(line.received_fd(), start.pages * layout.block_bytes)
+        shared = SharedPages(line.received_fd(), start.pages * layout.block_bytes, start.ranks)
         shared.close()
         recipe: Recipe = line.part()
         recipe = replace(recipe, layers=tuple(line.part() for _ in range(start.layers)))
         compiled_attention(layout.dtype)
-        group = GlooGroup(Path(start.folder), start.rank, start.ranks, start.timeout_s)
+        folder = Path(start.folder)
+        group = group_of(start.sums, shared.meeting, folder, start.rank, start.ranks, start.timeout_s, line.ended)
         self._hidden, self._dtype = recipe.hidden, recipe.dtype
         self._meeting = Meeting(group, start.layers, recipe.hidden, start.columns, recipe.dtype)
         memory = PageTensor(layout, start.pages, memory=shared.bytes, heads=range(*start.kv_heads))

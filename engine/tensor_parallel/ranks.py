@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from moonpool.core.errors import ConfigError, PeerSilent
-from moonpool.engine.tensor_parallel.line import Line
+from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 
 STEP_S = 300.0  # within one step a rank waits no longer for another; rank 0 may wait for K/V from elsewhere meanwhile
@@ -34,8 +34,8 @@ _MODULE = "moonpool.engine.tensor_parallel"
 class Ranks:
     """Ranks 1 and above of one worker. ``lost`` has a result once one has ended by itself: which, and how."""
 
-    def __init__(self, count: int, command: Sequence[str]) -> None:
-        self.count = count
+    def __init__(self, count: int, sums: Sums, command: Sequence[str]) -> None:
+        self.count, self.sums = count, sums
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))  # where they find one another; mode 0700
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
@@ -50,9 +50,9 @@ class Ranks:
         self._keeper.start()
 
     @classmethod
-    def start(cls, count: int) -> Ranks:
-        """``count`` ranks beside this process, rank 0. ConfigError where one cannot be started."""
-        ranks = cls(count, (sys.executable, "-m", _MODULE))
+    def start(cls, count: int, sums: Sums) -> Ranks:
+        """``count`` ranks beside this process, rank 0, that add up by ``sums``. ConfigError where one cannot be started."""
+        ranks = cls(count, sums, (sys.executable, "-m", _MODULE))
         try:
             ranks._started.result()
         except OSError as e:
@@ -62,7 +62,7 @@ class Ranks:
 
     def share_pages(self, size: int) -> torch.Tensor:
         """``size`` bytes of zeros that every rank will map. ConfigError where they cannot be had."""
-        self.pages = SharedPages.create(size)
+        self.pages = SharedPages.create(size, self.count + 1)
         return self.pages.bytes
 
     def require(self) -> None:

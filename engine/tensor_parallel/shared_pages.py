@@ -1,4 +1,4 @@
-"""Page memory that several processes of one host map: an unnamed file, of which nothing is left once they have all ended."""
+"""Page memory, and memory to meet in, that several processes of one host map: an unnamed file, which ends with them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ import os
 import torch
 
 from moonpool.core.errors import ConfigError
+from moonpool.engine.tensor_parallel.memory_group import group_bytes
 
 
 class SharedPages:
-    """``bytes`` are zeros at first. ``fd`` is for others to map; closing it unmaps nothing."""
+    """``bytes`` are those of the pages, ``meeting`` those of a ``MemoryGroup``; both zeros at first.
 
-    def __init__(self, fd: int, size: int) -> None:
+    ``fd`` is for others to map; closing it unmaps nothing.
+    """
+
+    def __init__(self, fd: int, size: int, ranks: int) -> None:
         self.fd = fd
-        self.bytes = torch.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED), dtype=torch.uint8)
+        whole = torch.frombuffer(mmap.mmap(fd, _whole(size, ranks), mmap.MAP_SHARED), dtype=torch.uint8)
+        self.bytes, self.meeting = whole[:size], whole[-group_bytes(ranks) :]
 
     @classmethod
-    def create(cls, size: int) -> SharedPages:
-        """All of it is taken now: a page that cannot be had is an error here, not a bus error in a step. ConfigError."""
+    def create(cls, size: int, ranks: int) -> SharedPages:
+        """``size``: bytes of pages, all taken now: one that cannot be had is a ConfigError here, not a bus error in a step."""
         fd = os.memfd_create("moonpool-pages", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, size)
-            return cls(fd, size)
+            os.posix_fallocate(fd, 0, _whole(size, ranks))
+            return cls(fd, size, ranks)
         except (OSError, ValueError) as e:
             os.close(fd)
             raise ConfigError(
@@ -34,3 +39,7 @@ class SharedPages:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def _whole(size: int, ranks: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + group_bytes(ranks)

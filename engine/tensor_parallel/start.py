@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from moonpool.core.config import Config
@@ -32,7 +33,10 @@ def ranks_for(config: Config, model_dir: Path) -> Ranks | None:
     reason = LATENTS if shape.kind == MLA else heads_unfit(shape.heads, shape.kv_heads, count)
     if reason is not None:
         raise cannot_share(reason)
-    return Ranks.start(count - 1)
+    sums = config.engine.rank_sums
+    if sums == "auto":
+        sums = "memory" if len(os.sched_getaffinity(0)) >= count else "gloo"
+    return Ranks.start(count - 1, sums)
 
 
 def cannot_share(reason: str) -> ConfigError:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moonpool.engine.tensor_parallel import start
-from moonpool.engine.tensor_parallel.line import Line
+from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.rank import Rank, Start
 from moonpool.engine.tensor_parallel.ranks import Ranks
 
@@ -22,8 +22,8 @@ from moonpool.engine.tensor_parallel.ranks import Ranks
 class ThreadRanks(Ranks):
     """``made`` are the ranks 1 and above, once they have their weights."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, sums: Sums) -> None:
+        self.count, self.sums = count, sums
         self.folder = Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
@@ -72,8 +72,8 @@ def ranks_in_threads() -> Iterator[Callable[[], ThreadRanks]]:
 
     class Starting(ThreadRanks):
         @classmethod
-        def start(cls, count: int) -> ThreadRanks:
-            made.append(ThreadRanks(count))
+        def start(cls, count: int, sums: Sums) -> ThreadRanks:
+            made.append(ThreadRanks(count, sums))
             return made[-1]
 
     with pytest.MonkeyPatch.context() as patched:
