@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_runner import needs_avx512_bf16
 from engine_runner import VOCAB, Runner, eager_logits, load_tiny, random_ids, save_tiny
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from moonpool.core.errors import ConfigError
 
 
 def assert_equal_to_the_library(directory: Path) -> None:
@@ -32,6 +35,19 @@ def test_llama_with(heads: int, kv_heads: int, head_dim: int, tmp_path: Path) ->
         max_position_embeddings=128,
     )
     assert_equal_to_the_library(save_tiny(tmp_path, config))
+
+
+@needs_avx512_bf16
+@pytest.mark.parametrize("size", ["head_dim 24", "head_dim 80", "hidden_size 40", "intermediate_size 40"])
+def test_sizes_that_are_not_compiled_are_refused_by_name_and_served_by_another_backend(size: str, tmp_path: Path) -> None:
+    name, number = size.split()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, name: int(number)}
+    config = LlamaConfig(**sizes, vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=64)
+    save_tiny(tmp_path, config)
+    unit = 32 if name == "head_dim" else 16
+    with pytest.raises(ConfigError, match=f"engine.backend: 'compiled'.*{size} is not a multiple of {unit}; use auto"):
+        load_tiny(tmp_path, dtype="bfloat16", backend="compiled")
+    assert load_tiny(tmp_path, dtype="bfloat16").backend_name == "fused"
 
 
 MOE = {
