@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import sqrt
 
 MOST = 16  # workers in one group
-HALVINGS = 40
+HALVINGS = 24  # to a hundredth of a token in the longest prompt
 
 
 @dataclass(frozen=True, slots=True)
