@@ -130,7 +130,7 @@ class _Bench:
             out |= self._read(f"{name}_decode_{context}_{batch}", batch * context * _token_bytes(layout, kept), taken)
         if kept == "auto":
             out |= self._prefill(memory)
-            out |= self._view(memory)
+            out |= self._view(layout)
         return out | self._moves(memory, name)
 
     def _attend(self, memory: PageTensor, plan: StepPlan, call: AttentionCall, layer: int) -> Callable[[], object]:
@@ -202,12 +202,13 @@ class _Bench:
             out[f"{name}_tflops"] = flops / taken / 1e12
         return out
 
-    def _view(self, memory: PageTensor) -> dict[str, float]:
+    def _view(self, layout: KVLayout) -> dict[str, float]:
         """Through the host's view: packed and copied, copied and unpacked; both memories' bytes are canonical."""
+        memory = PageTensor(layout, self._options.moved_pages, device=self._device)  # all of it is page-locked on the host, too
         view = view_of(memory)
         if not isinstance(view, StagedView):  # pages are host memory
             return {}
-        pages = list(range(min(self._options.moved_pages, memory.pages)))
+        pages = list(range(memory.pages))
         size = len(pages) * memory.layout.slice_bytes
         fresh = dict.fromkeys(pages, memory.layout.block_tokens)
 

@@ -1,4 +1,4 @@
-"""Rows of real sizes: the same K/V in pages of the GPU and, in float32, in pages of the host as the reference."""
+"""Rows of a step: the same K/V in pages of any device and dtype, and in float32 in pages of the host, as the reference."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from moonpool.core.blocks import blocks_for
 from moonpool.core.layout import MLA, KVLayout
 from moonpool.engine.attention import AttentionCall, LatentCall
 from moonpool.engine.backends import Span
-from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.page_tensor import CPU, PageTensor
 from moonpool.engine.quantised import Kept, dequantise, quantise
 from moonpool.engine.torch_backend import TorchStep
 from moonpool.engine.triton.plans import StepPlan
 from moonpool.engine.triton.step import TritonStep
 
-DEVICE = torch.device("cuda")
 LAYERS = 2
 
 
@@ -36,7 +35,7 @@ class World:
     latent: bool = False
     window: int | None = None
     softcap: float | None = None
-    device: torch.device = DEVICE
+    device: torch.device = CPU
     spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -51,7 +50,7 @@ class World:
         kind = {"kind": MLA} if self.latent else {}
         heads = 1 if self.latent else self.kv_heads
         self.layout, exact = (
-            KVLayout("gpu", LAYERS, heads, self.dim, dtype, self.block, **kind)  # type: ignore[arg-type]
+            KVLayout("world", LAYERS, heads, self.dim, dtype, self.block, **kind)  # type: ignore[arg-type]
             for dtype in (self.dtype, "float32")
         )
         self.memory = PageTensor(self.layout, pages, device=self.device, kept=self.kept)
@@ -87,11 +86,18 @@ class World:
             scaling=self.dim**-0.5,
         )
 
+    def holds_what_was_written(self) -> bool:
+        """The same values in every row of both, so none was written that should not be."""
+        held = self.memory.tensor.cpu()
+        if self.memory.exponents is not None:
+            held = dequantise(held, self.memory.exponents.cpu())
+        return torch.equal(held.float(), self.exact.tensor)
+
     def step(self, call: AttentionCall | LatentCall, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, heads, columns] in float32: of the kernels, and of the reference over the same K/V."""
         ours = TritonStep(self.memory, StepPlan.of(self.spans, self.device), None, None)
         reference = TorchStep(self.exact, self.spans, None, None)
-        there, exact = _moved(call, self.device, None), _moved(self._as_kept(call), torch.device("cpu"), torch.float32)
+        there, exact = _moved(call, self.device, None), _moved(self._as_kept(call), CPU, torch.float32)
         if isinstance(there, AttentionCall):
             assert isinstance(exact, AttentionCall)
             return ours.attend(layer, there).float().cpu(), reference.attend(layer, exact)
