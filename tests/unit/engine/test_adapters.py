@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from moonpool.core.blocks import BlockHasher, namespace
 from moonpool.core.config import Config, EngineConfig, ModelConfig
 from moonpool.core.errors import ConfigError, UnsupportedModel
+from moonpool.engine import adapting
 from moonpool.engine.checkpoint import adapter_digest
 from moonpool.engine.engine import Engine, Row, load_engine
+from moonpool.engine.families import recipe_of
 from moonpool.engine.models import resolve_model
 from moonpool.engine.trial import difference
 
@@ -227,3 +229,16 @@ def test_a_directory_of_an_adapter_is_no_model(llama: Adapted) -> None:
         with pytest.raises(ConfigError, match="is an adapter"):
             load_engine(Config(model=ModelConfig(path=str(path))), path, threads=1, pages=8)
     (llama.model_dir / "adapter_config.json").unlink()
+
+
+def test_a_backend_that_leaves_adapters_out_does_not_serve(llama: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapting, "recipe_of", lambda model, context, adapters: recipe_of(model, context))
+    engine = llama.engine()
+    assert (engine.backend_name, engine.backend_note[:25]) == ("torch", "fused: its logits differ ")
+    prompt, name = random_ids(20, seed=1), "wide"
+    ids, logits = _together(engine, llama, [prompt], [name])[0]
+    want = merged_logits(llama.model_dir, llama.added[name], [*prompt, *ids])[19:-1]
+    torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-5)
+    engine.close()
+    with pytest.raises(ConfigError, match=r"engine.backend: 'fused' cannot serve.*its logits differ"):
+        llama.engine("fused")
