@@ -118,6 +118,20 @@ def test_those_who_wait_and_go_before_it_get_workers_first() -> None:
     assert not answers["short"].helpers and not answers["middle"].helpers
 
 
+def test_a_worker_is_left_for_everybody_who_waits_and_goes_before() -> None:
+    helped = []
+    for waits in (False, True):
+        cluster = grouping(3, group_least_s=3.0)
+        prompt = keys(1, 2_000 // BLOCK)
+        cluster.placed("first", 2_000, prompt=prompt)
+        cluster.now += 1.5
+        if waits:
+            answer = cluster.conductor.place(PlaceRequest("same", 1, prompt, 2_020, 32), cluster.now)
+            assert isinstance(answer, Later), "what it needs is about to be computed"
+        helped.append(len(cluster.placed("long", LONG).helpers))
+    assert helped[0] == helped[1] + 1
+
+
 def test_a_prompt_that_may_be_shared_waits_a_moment_for_what_comes_with_it() -> None:
     cluster = grouping(2, group_settle_s=0.05)
     answer = cluster.conductor.place(PlaceRequest("long", 1, (), LONG, 32), cluster.now)
@@ -182,9 +196,6 @@ def test_nothing_of_a_group_stays_booked(how: str) -> None:
             cluster.finish("r", attempt=2)
     assert all(cluster.gauge(name) == 0 for name in GAUGES)
     assert flows and (how in ("expired", "helper lost") or not len(cluster.conductor.links))
-    for i in range(3):
-        if f"prefill-{i}" != placed.helpers[0].worker.id or how != "helper lost":
-            cluster.report(f"prefill-{i}")
     again = cluster.placed("again", 300)
     assert again.predicted_ttft_ms == pytest.approx(1e3 * prefill_seconds(300), rel=0.05)
 
