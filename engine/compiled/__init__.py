@@ -30,8 +30,13 @@ tiles        what runs in registers: a product of 64 outputs by 6 tokens, scores
 vectors      one row of numbers at a time: softmax, norms, rotary embedding, activation, conversions
 attention    queries of one K/V head against pages
 planning     who attends to what: tasks of one step
-crew         native threads that sleep between steps, and their barrier
+crew         native threads that sleep between steps
+phases       who does what: units that any thread may take, and take over from one that lost its core
+products     tiles of outputs, and what happens to rows of tokens between two products
+by_outputs   phases of a layer when tokens are few: they share out the outputs of each product
+by_tokens    phases of a layer when tokens are many: they share out the tokens
 step         all layers, on every thread of the crew at once
+buffers      where the numbers of a step lie
 backend      ``engine.backends.Backend``: buffers, hooks, logits
 ===========  =====================================================================================================
 """

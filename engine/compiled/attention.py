@@ -14,10 +14,11 @@ from numba import njit
 
 from moonpool.engine.compiled import tiles, vectors
 from moonpool.engine.compiled.features import QUERY_ROWS
-from moonpool.engine.compiled.lanes import FLAGS, INLINE, exp2_of, real, set_real, word
+from moonpool.engine.compiled.lanes import FLAGS, INLINE, byte, exp2_of, real, set_real, word
 
 KEY_BLOCK = 128
 KEY_RANGE = 512
+_AHEAD = 64  # keys: how far those that come from memory are asked for in advance
 _UNSEEN = np.float32(-1e30)
 
 _scores_12, _scores_6, _scores_4, _scores_3, _scores_2, _scores_1 = (tiles.scores(r, 2) for r in (12, 6, 4, 3, 2, 1))
@@ -74,15 +75,43 @@ def _tail(scratch, dim):
 
 
 @njit(**INLINE)
-def _pack(model, layer, head, table, begin, end, scratch):
-    """Keys and values [begin, end) of a block into scratch; returns how many tiles. Values of the last tile end with zeros."""
-    dim, size = model.head_dim, model.block_tokens
+def _tile_at(model, layer, head, table, at):
+    """Where the keys of the tile at position ``at`` lie; its values: ``kv_heads`` planes behind."""
+    page = word(table + 8 * (at // model.block_tokens))
+    keys = model.pages + page * model.page_bytes + layer * model.layer_bytes + head * model.plane_bytes
+    return keys + (at % model.block_tokens) * model.head_dim * 2
+
+
+@njit(**INLINE)
+def _ask_for(model, layer, head, table, at):
+    keys, lines = _tile_at(model, layer, head, table, at), tiles.TILE_KEYS * model.head_dim // 32
+    tiles.ask_for(keys, lines)
+    tiles.ask_for(keys + model.kv_heads * model.plane_bytes, lines)
+
+
+@njit(**FLAGS)
+def ask_ahead(model, work, layer, window, task):
+    """The first tiles of a task that is about to be taken: pages lie all over memory, and no hardware foresees the next one."""
+    begin = task.begin
+    if window:
+        begin = max(begin, max(task.position + 1 - window, 0) // KEY_BLOCK * KEY_BLOCK)
+    for at in range(begin, min(begin + _AHEAD, task.end), tiles.TILE_KEYS):
+        _ask_for(model, layer, task.head, work.tables + 8 * task.table, at)
+
+
+@njit(**INLINE)
+def _pack(model, layer, head, table, begin, end, last, scratch):
+    """Keys and values [begin, end) of a block into scratch; returns how many tiles. Values of the last tile end with zeros.
+
+    ``last``: where the keys of the task end.
+    """
+    dim = model.head_dim
     count = (end - begin + tiles.TILE_KEYS - 1) // tiles.TILE_KEYS
     for tile in range(count):
         at = begin + tile * tiles.TILE_KEYS
-        page = word(table + 8 * (at // size))
-        keys = model.pages + page * model.page_bytes + layer * model.layer_bytes + head * model.plane_bytes
-        keys += (at % size) * dim * 2
+        if at + _AHEAD < last:
+            _ask_for(model, layer, head, table, at + _AHEAD)
+        keys = _tile_at(model, layer, head, table, at)
         values = keys + model.kv_heads * model.plane_bytes
         tiles.transpose_keys(keys, dim, _keys(scratch, dim) + tile * tiles.TILE_KEYS * dim * 2)
         held = min(end - at, tiles.TILE_KEYS)
@@ -219,8 +248,11 @@ def _weigh_half(scratch, dim, rows, pairs, stride):
 
 
 @njit(**INLINE)
-def _attend_range(model, layer, task, table, window, begin, end, scratch):
-    """Sums, maxima and totals of one range into scratch; rows that see no key of it keep a maximum of ``_UNSEEN``."""
+def _attend_range(model, layer, task, table, window, begin, end, flag, scratch):
+    """Sums, maxima and totals of one range into scratch; rows that see no key of it keep a maximum of ``_UNSEEN``.
+
+    False: somebody else has done the task meanwhile, as the byte at ``flag`` tells.
+    """
     dim, group = model.head_dim, model.heads // model.kv_heads
     rows = task.count * group
     vectors.zero(_sums(scratch, dim), rows * dim // 16)
@@ -232,8 +264,10 @@ def _attend_range(model, layer, task, table, window, begin, end, scratch):
         begin = max(begin, first_seen // KEY_BLOCK * KEY_BLOCK)
     last = task.position + task.count - 1
     for block in range(begin, end, KEY_BLOCK):
+        if byte(flag):
+            return False
         stop = min(block + KEY_BLOCK, end)
-        count = _pack(model, layer, task.head, table, block, stop, scratch)
+        count = _pack(model, layer, task.head, table, block, stop, end, scratch)
         _score(scratch, dim, rows, count)
         if model.softcap > 0:
             for row in range(rows):
@@ -242,6 +276,7 @@ def _attend_range(model, layer, task, table, window, begin, end, scratch):
             _mask(scratch, rows, group, task.position, block, count, window)
         _soften(model, scratch, dim, rows, count)
         _weigh(scratch, dim, rows, count)
+    return True
 
 
 @njit(**INLINE)
@@ -254,38 +289,40 @@ def _merge(model, sums, highest, total, more, more_highest, more_total):
 
 
 @njit(**INLINE)
-def _take_queries(model, work, task, scratch):
+def _take_queries(model, queries, task, scratch):
     dim, group = model.head_dim, model.heads // model.kv_heads
     for i in range(task.count):
-        source = work.queries + ((task.token + i) * model.heads + task.head * group) * dim * 2
+        source = queries + ((task.token + i) * model.heads + task.head * group) * dim * 2
         vectors.copy(source, group * dim // 32, _queries(scratch) + i * group * dim * 2)
 
 
 @njit(**INLINE)
-def _place_of(model, work, token, head, row):
+def _place_of(model, attended, token, head, row):
     """Where the result of a row goes."""
     group = model.heads // model.kv_heads
     at = (token + row // group) * model.heads + head * group + row % group
-    return work.attended + at * model.head_dim * 2
+    return attended + at * model.head_dim * 2
 
 
 @njit(**FLAGS)
-def attend(model, work, layer, window, task, scratch):
-    """One task: its range to ``partials``, or the end of its rows to ``attended``."""
-    dim = model.head_dim
+def attend(model, work, here, layer, window, task, flag, scratch):
+    """One task: its range to ``partials``, or the end of its rows to ``attended``, both in the set at ``here``."""
+    dim, attended = model.head_dim, here + work.attended
     rows = task.count * (model.heads // model.kv_heads)
     table = work.tables + 8 * task.table
-    _take_queries(model, work, task, scratch)
+    _take_queries(model, here + work.queries, task, scratch)
     if task.partial >= 0:
-        _attend_range(model, layer, task, table, window, task.begin, task.end, scratch)
-        out = work.partials + 4 * task.partial
+        if not _attend_range(model, layer, task, table, window, task.begin, task.end, flag, scratch):
+            return
+        out = here + work.partials + 4 * task.partial
         vectors.copy(_sums(scratch, dim), rows * dim // 16, out)
         for row in range(rows):
             set_real(out + 4 * (rows * dim + row), real(scratch + 4 * (_HIGHEST + row)))
             set_real(out + 4 * (rows * dim + rows + row), real(scratch + 4 * (_TOTAL + row)))
         return
     for begin in range(task.begin, task.end, KEY_RANGE):
-        _attend_range(model, layer, task, table, window, begin, min(begin + KEY_RANGE, task.end), scratch)
+        if not _attend_range(model, layer, task, table, window, begin, min(begin + KEY_RANGE, task.end), flag, scratch):
+            return
         if begin == task.begin:
             vectors.copy(_sums(scratch, dim), rows * dim // 16, _all_sums(scratch, dim))
         for row in range(rows):
@@ -298,21 +335,22 @@ def attend(model, work, layer, window, task, scratch):
             set_real(scratch + 4 * (_ALL_TOTAL + row), total)
     for row in range(rows):
         scale = np.float32(1.0) / real(scratch + 4 * (_ALL_TOTAL + row))
-        place = _place_of(model, work, task.token, task.head, row)
+        place = _place_of(model, attended, task.token, task.head, row)
         vectors.narrow(_all_sums(scratch, dim) + row * dim * 4, dim // 16, scale, place)
 
 
 @njit(**FLAGS)
-def merge(model, work, unit, row):
-    """All ranges of one row of a split unit, in order, to ``attended``. The first range's sums are overwritten."""
+def merge(model, work, here, unit, row, scratch):
+    """All ranges of one row of a split unit, in order, to ``attended``."""
     dim = model.head_dim
     rows = unit.count * (model.heads // model.kv_heads)
     stride = 4 * rows * (dim + 2)
-    base = work.partials + 4 * unit.partial
-    sums = base + row * dim * 4
+    base = here + work.partials + 4 * unit.partial
+    sums = _sums(scratch, dim)
+    vectors.copy(base + row * dim * 4, dim // 16, sums)
     highest, total = real(base + 4 * (rows * dim + row)), real(base + 4 * (rows * dim + rows + row))
     for i in range(1, unit.ranges):
         other = base + i * stride
         more_highest, more_total = real(other + 4 * (rows * dim + row)), real(other + 4 * (rows * dim + rows + row))
         highest, total = _merge(model, sums, highest, total, other + row * dim * 4, more_highest, more_total)
-    vectors.narrow(sums, dim // 16, np.float32(1.0) / total, _place_of(model, work, unit.token, unit.head, row))
+    vectors.narrow(sums, dim // 16, np.float32(1.0) / total, _place_of(model, here + work.attended, unit.token, unit.head, row))

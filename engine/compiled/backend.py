@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from moonpool.core.layout import KVLayout
 from moonpool.engine.backends import Hook, Span
-from moonpool.engine.compiled import planning, step
+from moonpool.engine.compiled import phases, planning, step
+from moonpool.engine.compiled.buffers import LEAST_SETS, RING_BYTES, places_in_set, places_of_thread, width
 from moonpool.engine.compiled.crew import dismiss, fresh_sync
 from moonpool.engine.compiled.lanes import LOG2E
 from moonpool.engine.compiled.packing import by_turns, pack, pack_bias, padded
@@ -47,11 +48,11 @@ class CompiledBackend:
         self._models = one(MODEL)
         self._layers = np.zeros(len(recipe.layers), LAYER)
         self._works = one(WORK)
-        self._counters = np.zeros(len(recipe.layers), np.int64)
+        self._board = np.zeros(0, np.uint8)
         self._buffers: list[Any] = []
         self._capacity = 0  # tokens of a step; none while there is no crew or it knows no buffers
         self._crew: list[threading.Thread] = []
-        self._sync = fresh_sync()
+        self._sync = fresh_sync(threads)
         self._fill_model(pages)
         self._fill_layers()
         self._allocate(step_tokens)
@@ -99,6 +100,7 @@ class CompiledBackend:
         work = self._works[0]
         work["first_layer"], work["last_layer"] = first, last
         work["embeds"], work["writes"], work["mixes"], work["ends"] = embeds, writes, mixes, ends
+        self._board[: self._rows(last - first) * int(work["row_bytes"])] = 0
         step.run(self._models, self._layers, self._works, self._tasks, self._merges, self._sync, 0)
 
     def _plan(self, ids: NDArray[np.int64], spans: Sequence[Span], wanted: Sequence[int], logits: Any) -> list[Any]:
@@ -118,11 +120,11 @@ class CompiledBackend:
             rows[0], rows[1], rows[2], tables, page_bytes, layout.block_tokens, layout.row_bytes, self._positions, self._places
         )
         group = self._recipe.heads // layout.kv_heads
-        tasks, merges = planning.plan_tasks(
+        tasks, merges, partials = planning.plan_tasks(
             rows[0], rows[1], rows[2], layout.kv_heads, group, layout.head_dim, self._threads, self._tasks, self._merges
         )
         self._order[:tasks] = planning.heaviest_first(self._tasks[:tasks])
-        self._counters[:] = 0
+        self._lay_out(len(ids), tasks, partials)
         ids = np.ascontiguousarray(ids, dtype=np.int64)
         work["tokens"], work["wanted_count"], work["task_count"], work["merge_count"] = len(ids), len(wanted), tasks, merges
         work["ids"], work["wanted"], work["tables"] = ids.ctypes.data, wanted_at.ctypes.data, tables.ctypes.data
@@ -134,6 +136,26 @@ class CompiledBackend:
             return self._logits[:rows]
         return np.empty((rows, self._logits.shape[1]), np.float32)
 
+    def _lay_out(self, tokens: int, tasks: int, partials: int) -> None:
+        """The ring and the board of a step."""
+        work = self._works[0]
+        fields, size = places_in_set(self._recipe, tokens, partials)
+        for name, at in fields.items():
+            work[name] = at
+        work["set_bytes"] = size
+        work["sets"] = max(LEAST_SETS, min(len(self._layers) + 1, RING_BYTES // size))
+        recipe, vocabulary = self._recipe, int(self._models[0]["vocabulary"])
+        outputs = max(width(recipe), recipe.hidden)
+        units = step.most_units(tokens, tasks, 2 * recipe.intermediate, outputs, vocabulary, self._threads)
+        work["row_bytes"] = row = phases.row_bytes(self._threads, units)
+        if len(self._board) < row * self._rows(len(self._layers)):
+            self._board = np.zeros(row * self._rows(len(self._layers)) + _ALIGN, np.uint8)
+        work["board"] = -(-self._board.ctypes.data // phases.LINE) * phases.LINE
+
+    @staticmethod
+    def _rows(layers: int) -> int:
+        return step.OTHER_PHASES + step.PHASES * layers
+
     def _allocate(self, tokens: int) -> None:
         """Buffers for steps of ``tokens`` tokens. No crew may be at work: it knows the former ones."""
         self._buffers = []
@@ -143,26 +165,18 @@ class CompiledBackend:
         self._merges = np.zeros(most, MERGE)
         self._order = np.zeros(most, np.int64)
         self._positions, self._places = np.zeros(tokens, np.int64), np.zeros(tokens, np.int64)
-        width = (recipe.heads + 2 * recipe.kv_heads) * layout.head_dim
-        scratch = step.thread_scratch(layout.head_dim)
+        fields, scratch = places_of_thread(recipe)
+        for name, at in fields.items():
+            self._models[0][name] = at
         self._models[0]["scratch_bytes"] = scratch
         partials = planning.most_partials(layout.head_dim, self._longest, self._threads)
-        sizes = {
-            "states": tokens * recipe.hidden * 4,
-            "normed": max(tokens, _KEPT_LOGITS) * recipe.hidden * 2,
-            "qkv": tokens * width * 4,
-            "queries": tokens * recipe.heads * layout.head_dim * 2,
-            "attended": tokens * recipe.heads * layout.head_dim * 2,
-            "gated": tokens * recipe.intermediate * 2,
-            "mixed": tokens * recipe.hidden * 4,
-            "partials": partials * 4,
-            "scratch": self._threads * scratch,
-        }
-        for name, size in sizes.items():
-            work[name] = self._buffer(size)
+        largest = max(places_in_set(recipe, n, partials)[1] for n in (tokens, step.FEW_TOKENS))
+        work["ring"] = self._buffer(max(RING_BYTES, LEAST_SETS * largest))
+        work["scratch"] = self._buffer(self._threads * scratch)
+        work["last"] = self._buffer(max(tokens, _KEPT_LOGITS) * recipe.hidden * 2)
         for name, array in (("positions", self._positions), ("places", self._places), ("order", self._order)):
             work[name] = array.ctypes.data
-        work["counters"], work["threads"] = self._counters.ctypes.data, self._threads
+        work["threads"] = self._threads
 
     def _buffer(self, size: int) -> Address:
         raw = np.zeros(size + _ALIGN, np.uint8)
@@ -181,7 +195,7 @@ class CompiledBackend:
         log.info("kernels are ready after %.1f s", time.monotonic() - begun)
 
     def _muster(self) -> None:
-        self._sync = fresh_sync()
+        self._sync = fresh_sync(self._threads)
         shared = (self._models, self._layers, self._works, self._tasks, self._merges, self._sync)
         for number in range(1, self._threads):
             # A daemon: a worker that dies without closing its engine must not hang at its end.

@@ -1,8 +1,8 @@
 """Native threads that do one piece of work together, and sleep between two of them.
 
 The caller is thread 0. A helper waits in native code without the interpreter's lock: it spins for the length of a short
-pause, then sleeps on a futex, so that between two steps no core is taken from anybody. Inside a step the threads meet at
-barriers, microseconds apart, where they spin first too; one whose partner was taken off its core goes to sleep as well.
+pause, then sleeps on a futex, so that between two steps no core is taken from anybody. A piece of work ends when every
+thread has left it; inside it nobody waits for a thread that lost its core (``phases``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numba.core import types
 
 from moonpool.engine.compiled.lanes import FLAGS, address, atomic_add, atomic_load, atomic_set, pause
 
-# One cache line each in ``sync`` (int64).
-GENERATION, ARRIVED, PHASE, SLEEPERS, STOPPED = 0, 8, 16, 24, 32
-SYNC_WORDS = 40
+# One cache line each in ``sync`` (int64), then one for each thread.
+GENERATION, LEFT, SLEEPERS, STOPPED, BUSY = 0, 8, 16, 24, 32
+ELSEWHERE = 1 << 40  # in ``BUSY``: in no layer
 
-_SPINS = 3_000  # about 40 us of pauses: longer than nearly every wait inside a step
-_SYS_FUTEX, _WAIT, _WAKE, _PRIVATE = 202, 0, 1, 128  # x86-64
+_SPINS = 3_000  # about 40 us of pauses
+_SYS_FUTEX, _SYS_YIELD, _WAIT, _WAKE, _PRIVATE = 202, 24, 0, 1, 128  # x86-64
 _syscall: Any = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
 
 
@@ -38,31 +38,18 @@ def _wait_while(where, sleepers, value):
 
 
 @njit(**FLAGS)
-def _advance(where, sleepers, value):
-    atomic_set(where, value & 0x7FFFFFFF)
+def _wake(where, sleepers):
     if atomic_load(sleepers) > 0:
         _syscall(_SYS_FUTEX, where, _WAKE | _PRIVATE, 0x7FFFFFFF, 0, 0, 0)
 
 
 @njit(**FLAGS)
-def barrier(sync, threads):
-    """Nobody passes before all ``threads`` have come; what each wrote before is seen by all after."""
-    if threads == 1:
-        return
-    base = address(sync)
-    phase = atomic_load(base + 8 * PHASE)
-    if atomic_add(base + 8 * ARRIVED, 1) == threads - 1:
-        atomic_set(base + 8 * ARRIVED, 0)
-        _advance(base + 8 * PHASE, base + 8 * SLEEPERS, phase + 1)
-    else:
-        _wait_while(base + 8 * PHASE, base + 8 * SLEEPERS, phase)
-
-
-@njit(**FLAGS)
 def begin(sync):
-    """Set the helpers to work."""
+    """Set the helpers to work; all of them have left what they did before."""
     base = address(sync)
-    _advance(base + 8 * GENERATION, base + 8 * SLEEPERS, atomic_load(base + 8 * GENERATION) + 1)
+    atomic_set(base + 8 * LEFT, 0)
+    atomic_set(base + 8 * GENERATION, (atomic_load(base + 8 * GENERATION) + 1) & 0x7FFFFFFF)
+    _wake(base + 8 * GENERATION, base + 8 * SLEEPERS)
 
 
 @njit(**FLAGS)
@@ -74,10 +61,43 @@ def await_work(sync, seen):
 
 
 @njit(**FLAGS)
+def leave(sync, thread, threads):
+    """This thread has nothing more to do with the work; thread 0 waits for the others."""
+    base = address(sync)
+    left, sleepers = base + 8 * LEFT, base + 8 * SLEEPERS
+    atomic_set(base + 8 * (BUSY + 8 * thread), ELSEWHERE)
+    if thread:
+        atomic_add(left, 1)
+        _wake(left, sleepers)
+        return
+    while True:
+        gone = atomic_load(left)
+        if gone >= threads - 1:
+            return
+        _wait_while(left, sleepers, gone)
+
+
+@njit(**FLAGS)
+def enter(sync, thread, threads, layer, sets):
+    """Go on to ``layer``, once nobody is at work where its buffers are: ``sets`` - 2 layers behind, or further."""
+    base = address(sync)
+    atomic_set(base + 8 * (BUSY + 8 * thread), layer)
+    for other in range(threads):
+        where, spins = base + 8 * (BUSY + 8 * other), 0
+        while atomic_load(where) < layer + 2 - sets:
+            pause()
+            spins += 1
+            if spins > _SPINS:  # let it have this core
+                _syscall(_SYS_YIELD, 0, 0, 0, 0, 0, 0)
+
+
+@njit(**FLAGS)
 def dismiss(sync):
     atomic_set(address(sync) + 8 * STOPPED, 1)
     begin(sync)
 
 
-def fresh_sync() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.zeros(SYNC_WORDS, np.int64)
+def fresh_sync(threads: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    sync = np.zeros(BUSY + 8 * threads, np.int64)
+    sync[BUSY:] = ELSEWHERE
+    return sync

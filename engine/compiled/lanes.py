@@ -34,7 +34,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-I32, I64, F32, BF16 = ir.IntType(32), ir.IntType(64), ir.FloatType(), _BFloat()
+I8, I32, I64, F32, BF16 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), _BFloat()
 POINTER = ir.PointerType()
 F32x16, I32x16 = ir.VectorType(F32, 16), ir.VectorType(I32, 16)
 BF16x16, BF16x32 = ir.VectorType(BF16, 16), ir.VectorType(BF16, 32)
@@ -128,10 +128,11 @@ class Lanes:
             x = self.builder.fadd(x, moved)
         return self.builder.extract_element(x, ir.Constant(I32, 0))
 
-    def prefetch(self, address: Any) -> None:
+    def prefetch(self, address: Any, near: int = 3) -> None:
+        """``near``: 3 is into the L1 cache, 2 into the L2 cache."""
         fn = self._function("llvm.prefetch.p0", ir.VoidType(), [POINTER, I32, I32, I32])
-        read, near, data = ir.Constant(I32, 0), ir.Constant(I32, 3), ir.Constant(I32, 1)
-        self.builder.call(fn, [self.pointer(address), read, near, data])
+        read, where, data = ir.Constant(I32, 0), ir.Constant(I32, near), ir.Constant(I32, 1)
+        self.builder.call(fn, [self.pointer(address), read, where, data])
 
     def variable(self, value: Any) -> Any:
         """A mutable vector; the optimizer keeps it in a register."""
@@ -200,6 +201,29 @@ def atomic_set(typing: Any, where: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), code
+
+
+@intrinsic
+def byte(typing: Any, where: Any) -> Any:
+    """The byte at an address, which others may write."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        read = builder.load_atomic(builder.inttoptr(arguments[0], POINTER), "seq_cst", 1, typ=I8)
+        return builder.zext(read, I64)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def swap_byte(typing: Any, where: Any, value: Any) -> Any:
+    """Writes the byte at an address; returns what was there."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        where, value = arguments
+        before = builder.atomic_rmw("xchg", builder.inttoptr(where, POINTER), builder.trunc(value, I8), "seq_cst")
+        return builder.zext(before, I64)
+
+    return types.int64(types.int64, types.int64), code
 
 
 @intrinsic

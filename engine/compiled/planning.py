@@ -51,7 +51,7 @@ def place_tokens(starts, counts, offsets, tables, page_bytes, block_tokens, row_
 
 @njit(**FLAGS)
 def plan_tasks(starts, counts, offsets, kv_heads, group, head_dim, threads, tasks, merges):
-    """Fill ``tasks`` and ``merges``; returns (tasks, merges)."""
+    """Fill ``tasks`` and ``merges``; returns (tasks, merges, float32 of partial results)."""
     block = max(QUERY_ROWS // group, 1)
     everything = np.int64(0)
     for i in range(len(starts)):
@@ -81,7 +81,7 @@ def plan_tasks(starts, counts, offsets, kv_heads, group, head_dim, threads, task
                         partial += n * group * (head_dim + 2)
                     made += 1
         token += counts[i]
-    return made, merged
+    return made, merged, partial
 
 
 def heaviest_first(tasks: NDArray[Any]) -> NDArray[np.int64]:

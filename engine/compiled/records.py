@@ -24,7 +24,14 @@ MODEL = np.dtype(
         ("layer_bytes", np.int64),
         ("plane_bytes", np.int64),  # K or V of one head of one page and layer
         ("block_tokens", np.int64),
-        ("scratch_bytes", np.int64),  # of one thread
+        ("scratch_bytes", np.int64),  # of one thread; what follows is where in it something lies
+        ("own_tile", np.int64),  # float32 [6, 64]: one tile of a product
+        ("own_row", np.int64),  # float32 [hidden or head_dim]
+        ("own_normed", np.int64),  # bf16 [block, hidden]
+        ("own_qkv", np.int64),  # float32 [block, (heads + 2 kv_heads) * head_dim]
+        ("own_states", np.int64),  # float32 [block, hidden]
+        ("own_mixed", np.int64),  # float32 [block, hidden], for families with norms after attention and MLP
+        ("own_gated", np.int64),  # bf16 [block, intermediate]
         ("eps", np.float32),
         ("embedding_scale", np.float32),
         ("score_scale", np.float32),  # of a score in an exponent of 2, after the soft cap if there is one
@@ -80,16 +87,22 @@ WORK = np.dtype(
         ("wanted", np.int64),  # int64 [wanted_count]
         ("tables", np.int64),  # int64: pages of all rows, one row after another
         ("order", np.int64),  # int64 [task_count]: tasks in the order in which they are taken
-        ("counters", np.int64),  # int64 [layers]: tasks taken
-        ("states", np.int64),  # float32 [tokens, hidden]: the residual stream
-        ("normed", np.int64),  # bf16 [tokens, hidden]
-        ("qkv", np.int64),  # float32 [tokens, (heads + 2 kv_heads) * head_dim]
+        ("board", np.int64),  # rows of phases, zeros at the start
+        ("row_bytes", np.int64),
+        ("ring", np.int64),  # sets of buffers, which layers use in turns
+        ("sets", np.int64),
+        ("set_bytes", np.int64),  # of one; what follows is where in it something lies
+        ("states", np.int64),  # float32 [tokens, hidden]: the residual stream after a layer
         ("queries", np.int64),  # bf16 [tokens, heads * head_dim]
         ("attended", np.int64),  # bf16 [tokens, heads * head_dim]
+        ("partials", np.int64),  # float32: ranges of split tasks
+        ("qkv", np.int64),  # float32 [tokens, (heads + 2 kv_heads) * head_dim]; from here on: of steps with few tokens only
+        ("halfway", np.int64),  # float32 [tokens, hidden]: the residual stream after attention
         ("gated", np.int64),  # bf16 [tokens, intermediate]
         ("mixed", np.int64),  # float32 [tokens, hidden], for families with norms after attention and MLP
-        ("partials", np.int64),  # float32: ranges of split tasks
-        ("scratch", np.int64),
+        ("mixed_again", np.int64),
+        ("scratch", np.int64),  # of all threads
+        ("last", np.int64),  # bf16 [wanted_count, hidden]
         ("logits", np.int64),  # float32 [wanted_count, vocabulary]
     ],
     align=True,

@@ -1,298 +1,133 @@
-"""All layers of a step, on every thread of the crew at once.
-
-Up to ``FEW_TOKENS`` tokens the threads share out the outputs of each product, so that weights are read once, and meet after
-each. With more tokens they share out the tokens instead, and meet only around attention, which is shared out task by task.
-"""
+"""All layers of a step, on every thread of the crew at once, as phases of units (``phases``)."""
 
 from __future__ import annotations
 
-import numpy as np
 from numba import njit
 
-from moonpool.engine.compiled import tiles, vectors
-from moonpool.engine.compiled.attention import attend, merge, scratch_bytes
-from moonpool.engine.compiled.crew import await_work, barrier, begin
-from moonpool.engine.compiled.lanes import FLAGS, INLINE, atomic_add, word
+from moonpool.engine.compiled import vectors
+from moonpool.engine.compiled.attention import ask_ahead, attend, merge
+from moonpool.engine.compiled.by_outputs import mix_by_outputs, write_by_outputs
+from moonpool.engine.compiled.by_tokens import mix_by_tokens, write_by_tokens
+from moonpool.engine.compiled.crew import await_work, begin, enter, leave
+from moonpool.engine.compiled.lanes import FLAGS, INLINE, word
+from moonpool.engine.compiled.phases import finish, flag_of, take, unit_of, units_of
+from moonpool.engine.compiled.products import BLOCK, FEW_ROWS, STORE, WIDE, WIDE_HEAD, product, set_of
 
-FEW_TOKENS = 64
-_BLOCK = 96  # tokens that go through the products of a layer together: they and one tile of weights stay in the L2 cache
-_STORE, _ADD, _GATE = 0, 1, 2  # what becomes of a product: written, added to the residual stream, or gated
-_TILE_BYTES = 6 * 64 * 4  # of one product in scratch
-
-_p46, _p44, _p42, _p41 = (tiles.product(4, t) for t in (6, 4, 2, 1))
-_p26, _p24, _p22, _p21 = (tiles.product(2, t) for t in (6, 4, 2, 1))
-_p16, _p14, _p12, _p11 = (tiles.product(1, t) for t in (6, 4, 2, 1))
-
-
-def thread_scratch(head_dim: int) -> int:
-    """Bytes of one thread, a multiple of a page so that threads share no cache line."""
-    return -(-(scratch_bytes(head_dim) + _TILE_BYTES) // 4096) * 4096
-
-
-@njit(**INLINE)
-def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):
-    if groups == 4:
-        if tokens == 6:
-            _p46(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 4:
-            _p44(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 2:
-            _p42(weights, x, x_stride, inputs, bias, out, out_stride)
-        else:
-            _p41(weights, x, x_stride, inputs, bias, out, out_stride)
-    elif groups == 2:
-        if tokens == 6:
-            _p26(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 4:
-            _p24(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 2:
-            _p22(weights, x, x_stride, inputs, bias, out, out_stride)
-        else:
-            _p21(weights, x, x_stride, inputs, bias, out, out_stride)
-    else:
-        if tokens == 6:
-            _p16(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 4:
-            _p14(weights, x, x_stride, inputs, bias, out, out_stride)
-        elif tokens == 2:
-            _p12(weights, x, x_stride, inputs, bias, out, out_stride)
-        else:
-            _p11(weights, x, x_stride, inputs, bias, out, out_stride)
+FEW_TOKENS = 64  # of a step that is shared out by outputs
 
 
 @njit(**FLAGS)
-def _product(kind, model, weights, bias, x, inputs, out, outputs, token, last_token, group, last_group, scratch):
-    """Of tokens [token, last_token) with the groups [group, last_group) of ``weights``, to rows of ``outputs`` in ``out``.
-
-    ``_GATE``: groups come by two, gate and up, and ``out`` is bf16 with half as many outputs.
-    """
-    first_token = token
-    while group < last_group:
-        wide = 4 if last_group - group >= 4 else (2 if last_group - group >= 2 else 1)
-        packed, start = weights + group * inputs * 32, bias + group * 64
-        token = first_token
-        while token < last_token:
-            left = last_token - token
-            many = 4 if left == 8 else (6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1)))
-            here, column = x + token * inputs * 2, group * 16
-            if kind == _STORE:
-                place = out + (token * outputs + column) * 4
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, place, outputs * 4)
-            else:
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4)
-                for i in range(many):
-                    if kind == _ADD:
-                        vectors.add(out + ((token + i) * outputs + column) * 4, scratch + i * 256, wide)
-                    else:
-                        place = out + ((token + i) * outputs + column // 2) * 2
-                        vectors.gate(scratch + i * 256, wide // 2, model.gate_linear, model.gate_cubic, place)
-            token += many
-        group += wide
-
-
-@njit(**INLINE)
-def _first(n, thread, threads):
-    """Of ``n`` things, the first of a thread's; its last one comes before the first of the next thread's."""
-    return n * thread // threads
-
-
-@njit(**INLINE)
-def _embed(model, work, token, last):
-    for t in range(token, last):
-        row = model.embedding + word(work.ids + 8 * t) * model.hidden * 2
-        vectors.widen(row, model.hidden // 16, model.embedding_scale, work.states + t * model.hidden * 4)
-
-
-@njit(**INLINE)
-def _normed(model, work, weight, token, last):
-    for t in range(token, last):
-        vectors.norm_narrow(
-            work.states + t * model.hidden * 4, model.hidden, weight, model.eps, work.normed + t * model.hidden * 2
-        )
-
-
-@njit(**FLAGS)
-def _keys_values(model, layer, work, index, token, last):
-    """Of the tokens' q, k, v: norms of heads, rotary embedding, K and V into pages, queries to bf16."""
-    dim, heads = model.head_dim, model.heads + model.kv_heads
-    for t in range(token, last):
-        row = work.qkv + t * (heads + model.kv_heads) * dim * 4
-        position = word(work.positions + 8 * t)
-        cos, sin = layer.cos + position * dim * 2, layer.sin + position * dim * 2
-        slot = model.pages + index * model.layer_bytes + word(work.places + 8 * t)
-        for head in range(heads):
-            at = row + head * dim * 4
-            weight = layer.query_norm if head < model.heads else layer.key_norm
-            if weight:
-                vectors.norm(at, dim, weight, model.eps)
-            if head < model.heads:
-                vectors.rotate(at, dim // 32, cos, sin, work.queries + (t * model.heads + head) * dim * 2)
-            else:
-                vectors.rotate(at, dim // 32, cos, sin, slot + (head - model.heads) * model.plane_bytes)
-        for head in range(model.kv_heads):
-            place = slot + (model.kv_heads + head) * model.plane_bytes
-            vectors.narrow(row + (heads + head) * dim * 4, dim // 16, np.float32(1.0), place)
-
-
-@njit(**INLINE)
-def _qkv(model, layer, work, token, last, group, last_group, scratch):
-    weights, bias, outputs = layer.qkv, layer.qkv_bias, (model.heads + 2 * model.kv_heads) * model.head_dim
-    x, out = work.normed, work.qkv
-    _product(_STORE, model, weights, bias, x, model.hidden, out, outputs, token, last, group, last_group, scratch)
-
-
-@njit(**INLINE)
-def _back(model, work, weights, bias, x, inputs, after, token, last, group, last_group, scratch):
-    """A product that returns to the residual stream: added at once, or by way of ``mixed`` where a norm comes in between."""
-    out = work.mixed if after else work.states
-    kind = _STORE if after else _ADD
-    _product(kind, model, weights, bias, x, inputs, out, model.hidden, token, last, group, last_group, scratch)
-
-
-@njit(**INLINE)
-def _settle(model, work, after, token, last):
-    """Norm and add what ``_back`` left in ``mixed``."""
-    for t in range(token, last):
-        row = work.mixed + t * model.hidden * 4
-        vectors.norm(row, model.hidden, after, model.eps)
-        vectors.add(work.states + t * model.hidden * 4, row, model.hidden // 16)
-
-
-@njit(**INLINE)
-def _gate_up(model, layer, work, token, last, group, last_group, scratch):
-    weights, bias, x, out = layer.gate_up, layer.gate_up_bias, work.normed, work.gated
-    _product(_GATE, model, weights, bias, x, model.hidden, out, model.intermediate, token, last, group, last_group, scratch)
-
-
-@njit(**FLAGS)
-def _write_by_outputs(model, layer, work, index, thread, scratch, sync):
-    threads, after = work.threads, thread + 1
-    mine, end = _first(work.tokens, thread, threads), _first(work.tokens, after, threads)
-    _normed(model, work, layer.attention_norm, mine, end)
-    barrier(sync, threads)
-    groups = (model.heads + 2 * model.kv_heads) * model.head_dim // 16
-    _qkv(model, layer, work, 0, work.tokens, _first(groups, thread, threads), _first(groups, after, threads), scratch)
-    barrier(sync, threads)
-    _keys_values(model, layer, work, index, mine, end)
-
-
-@njit(**FLAGS)
-def _mix_by_outputs(model, layer, work, thread, scratch, sync):
-    threads, after, tokens = work.threads, thread + 1, work.tokens
-    mine, end = _first(tokens, thread, threads), _first(tokens, after, threads)
-    group, last = _first(model.hidden // 16, thread, threads), _first(model.hidden // 16, after, threads)
-    width, normed = model.heads * model.head_dim, layer.after_attention_norm
-    _back(model, work, layer.out, layer.out_bias, work.attended, width, normed, 0, tokens, group, last, scratch)
-    barrier(sync, threads)
-    if normed:
-        _settle(model, work, normed, mine, end)
-    _normed(model, work, layer.mlp_norm, mine, end)
-    barrier(sync, threads)
-    pair, last_pair = _first(model.intermediate // 16, thread, threads), _first(model.intermediate // 16, after, threads)
-    _gate_up(model, layer, work, 0, tokens, 2 * pair, 2 * last_pair, scratch)
-    barrier(sync, threads)
-    width, normed = model.intermediate, layer.after_mlp_norm
-    _back(model, work, layer.down, layer.down_bias, work.gated, width, normed, 0, tokens, group, last, scratch)
-    barrier(sync, threads)
-    if normed:
-        _settle(model, work, normed, mine, end)
-        barrier(sync, threads)
-
-
-@njit(**FLAGS)
-def _write_by_tokens(model, layer, work, index, thread, scratch):
-    first, end = _first(work.tokens, thread, work.threads), _first(work.tokens, thread + 1, work.threads)
-    groups = (model.heads + 2 * model.kv_heads) * model.head_dim // 16
-    for token in range(first, end, _BLOCK):
-        last = min(token + _BLOCK, end)
-        _normed(model, work, layer.attention_norm, token, last)
-        _qkv(model, layer, work, token, last, 0, groups, scratch)
-        _keys_values(model, layer, work, index, token, last)
-
-
-@njit(**FLAGS)
-def _mix_by_tokens(model, layer, work, thread, scratch):
-    first, end = _first(work.tokens, thread, work.threads), _first(work.tokens, thread + 1, work.threads)
-    groups, width, inner = model.hidden // 16, model.heads * model.head_dim, model.intermediate
-    for token in range(first, end, _BLOCK):
-        last = min(token + _BLOCK, end)
-        normed = layer.after_attention_norm
-        _back(model, work, layer.out, layer.out_bias, work.attended, width, normed, token, last, 0, groups, scratch)
-        if normed:
-            _settle(model, work, normed, token, last)
-        _normed(model, work, layer.mlp_norm, token, last)
-        _gate_up(model, layer, work, token, last, 0, inner // 8, scratch)
-        normed = layer.after_mlp_norm
-        _back(model, work, layer.down, layer.down_bias, work.gated, inner, normed, token, last, 0, groups, scratch)
-        if normed:
-            _settle(model, work, normed, token, last)
-
-
-@njit(**FLAGS)
-def _attention(model, layer, work, index, tasks, merges, thread, scratch, sync):
-    """All tasks, each taken by whoever is free."""
+def _embed(model, work, row, thread):
+    threads, tokens, states = work.threads, work.tokens, set_of(work, -1) + work.states
+    units = units_of(tokens, 1, BLOCK, threads)
     while True:
-        taken = atomic_add(work.counters + 8 * index, 1)
-        if taken >= work.task_count:
+        unit = take(row, units, threads, thread, threads)
+        if unit < 0:
+            return
+        first, last = unit_of(tokens, 1, BLOCK, threads, units, unit)
+        for t in range(first, last):
+            source = model.embedding + word(work.ids + 8 * t) * model.hidden * 2
+            vectors.widen(source, model.hidden // 16, model.embedding_scale, states + t * model.hidden * 4)
+        finish(row, threads, unit)
+
+
+@njit(**FLAGS)
+def _attention(model, layer, work, index, tasks, merges, row, thread, own):
+    """Two phases: tasks, the heaviest first, and what is to be merged."""
+    here, threads, count = set_of(work, index), work.threads, work.task_count
+    while True:
+        unit = take(row, count, 1, thread, threads)
+        if unit < 0:
             break
-        attend(model, work, index, layer.window, tasks[word(work.order + 8 * taken)], scratch)
-    barrier(sync, work.threads)
-    if work.merge_count:
-        group = model.heads // model.kv_heads
-        for i in range(work.merge_count):
-            for row in range(thread, merges[i].count * group, work.threads):
-                merge(model, work, merges[i], row)
-        barrier(sync, work.threads)
+        if unit + threads < count:
+            ask_ahead(model, work, index, layer.window, tasks[word(work.order + 8 * (unit + threads))])
+        task = tasks[word(work.order + 8 * unit)]
+        attend(model, work, here, index, layer.window, task, flag_of(row, threads, unit), own)
+        finish(row, threads, unit)
+    row += work.row_bytes
+    while work.merge_count:
+        unit = take(row, work.merge_count, threads, thread, threads)
+        if unit < 0:
+            return
+        for line in range(merges[unit].count * (model.heads // model.kv_heads)):
+            merge(model, work, here, merges[unit], line, own)
+        finish(row, threads, unit)
 
 
-@njit(**INLINE)
-def _logits(model, work, thread, scratch, sync):
-    threads, count, after = work.threads, work.wanted_count, thread + 1
-    for i in range(_first(count, thread, threads), _first(count, after, threads)):  # the rows of ``normed`` are free by now
-        row = work.states + word(work.wanted + 8 * i) * model.hidden * 4
-        vectors.norm_narrow(row, model.hidden, model.final_norm, model.eps, work.normed + i * model.hidden * 2)
-    barrier(sync, work.threads)
-    groups, x, outputs = model.vocabulary // 16, work.normed, model.vocabulary
-    group, last = _first(groups, thread, threads), _first(groups, after, threads)
-    weights, bias = model.head, model.head_bias
-    _product(_STORE, model, weights, bias, x, model.hidden, work.logits, outputs, 0, count, group, last, scratch)
+@njit(**FLAGS)
+def _logits(model, work, row, thread, own):
+    """Two phases."""
+    threads, count, states = work.threads, work.wanted_count, set_of(work, work.last_layer - 1) + work.states
+    units = units_of(count, 1, BLOCK, threads)
+    while True:
+        unit = take(row, units, threads, thread, threads)
+        if unit < 0:
+            break
+        first, last = unit_of(count, 1, BLOCK, threads, units, unit)
+        for i in range(first, last):
+            source, place = states + word(work.wanted + 8 * i) * model.hidden * 4, work.last + i * model.hidden * 2
+            vectors.norm_narrow(source, model.hidden, model.final_norm, model.eps, place)
+        finish(row, threads, unit)
+    row += work.row_bytes
+    groups = model.vocabulary // 16
+    units = units_of(groups, 1, WIDE_HEAD, threads)
+    while True:
+        unit = take(row, units, threads, thread, threads)
+        if unit < 0:
+            return
+        first, last = unit_of(groups, 1, WIDE_HEAD, threads, units, unit)
+        product(
+            STORE, model, model.head, model.head_bias, work.last, model.hidden, 0, work.logits, model.vocabulary, count,
+            first, last, own + model.own_tile, flag_of(row, threads, unit),
+        )  # fmt: skip
+        finish(row, threads, unit)
+
+
+def most_units(tokens: int, tasks: int, inner: int, outputs: int, vocabulary: int, threads: int) -> int:
+    """An upper bound of the units of a phase. ``inner``: of gate and up together; ``outputs``: of the widest other product."""
+    groups = max(inner, outputs) // 16 // WIDE, vocabulary // 16 // WIDE_HEAD
+    return max(tasks, *groups, tokens // BLOCK, FEW_TOKENS // FEW_ROWS) + 2 * threads
+
+
+PHASES = 9  # of a layer: two that write, two of attention, five that mix
+OTHER_PHASES = 3  # of a step: the embedding, and two of logits
 
 
 @njit(**INLINE)
 def _run(models, layers, works, tasks, merges, sync, thread):
-    """The share of one thread in what the record asks for; returns when all threads have done theirs."""
+    """The share of one thread in what the record asks for; returns when nothing is left to do."""
     model, work = models[0], works[0]
-    scratch = work.scratch + thread * model.scratch_bytes
-    product = scratch + model.scratch_bytes - _TILE_BYTES
+    own, row, threads = work.scratch + thread * model.scratch_bytes, work.board, work.threads
     few = work.tokens <= FEW_TOKENS
     if work.embeds:
-        _embed(model, work, _first(work.tokens, thread, work.threads), _first(work.tokens, thread + 1, work.threads))
-        barrier(sync, work.threads)
+        _embed(model, work, row, thread)
+        row += work.row_bytes
     for index in range(work.first_layer, work.last_layer):
         layer = layers[index]
+        if threads > 1:
+            enter(sync, thread, threads, index, work.sets)
         if work.writes:
             if few:
-                _write_by_outputs(model, layer, work, index, thread, product, sync)
+                write_by_outputs(model, layer, work, index, row, thread, own)
             else:
-                _write_by_tokens(model, layer, work, index, thread, product)
-            barrier(sync, work.threads)
+                write_by_tokens(model, layer, work, index, row, thread, own)
+        row += 2 * work.row_bytes
         if work.mixes:
-            _attention(model, layer, work, index, tasks, merges, thread, scratch, sync)
+            _attention(model, layer, work, index, tasks, merges, row, thread, own)
             if few:
-                _mix_by_outputs(model, layer, work, thread, product, sync)
+                mix_by_outputs(model, layer, work, index, row + 2 * work.row_bytes, thread, own)
             else:
-                _mix_by_tokens(model, layer, work, thread, product)
+                mix_by_tokens(model, layer, work, index, row + 2 * work.row_bytes, thread, own)
+        row += (PHASES - 2) * work.row_bytes
     if work.ends:
-        barrier(sync, work.threads)
-        _logits(model, work, thread, product, sync)
-    barrier(sync, work.threads)
+        _logits(model, work, row, thread, own)
 
 
 @njit(**FLAGS)
 def run(models, layers, works, tasks, merges, sync, thread):
     """Thread 0: do what ``works[0]`` asks for, together with the helpers. A helper: its life, until the crew is dismissed."""
-    seen = 0
-    if thread == 0 and works[0].threads > 1:
+    seen, threads = 0, works[0].threads
+    if thread == 0 and threads > 1:
         begin(sync)
     while True:
         if thread > 0:
@@ -300,5 +135,7 @@ def run(models, layers, works, tasks, merges, sync, thread):
             if seen < 0:
                 return
         _run(models, layers, works, tasks, merges, sync, thread)
+        if threads > 1:
+            leave(sync, thread, threads)
         if thread == 0:
             return

@@ -141,6 +141,20 @@ def transpose_keys(typing: Any, keys: Any, head_dim: Any, out: Any) -> Any:
 
 
 @intrinsic
+def ask_for(typing: Any, start: Any, lines: Any) -> Any:
+    """Have ``lines`` cache lines from ``start`` on come into the L2 cache meanwhile."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, lines = arguments
+        v = Lanes(builder)
+        with v.loop(lines) as turn:
+            v.prefetch(v.at(start, v.times(turn.index, 64)), near=2)
+        return context.get_dummy_value()
+
+    return types.void(*[_I64] * 2), code
+
+
+@intrinsic
 def interleave_values(typing: Any, values: Any, head_dim: Any, out: Any) -> Any:
     """Values of 16 tokens, bf16 [16][head_dim] one after another, into [8][head_dim][2]."""
 

@@ -141,18 +141,18 @@ def narrow(typing: Any, row: Any, vectors: Any, factor: Any, out: Any) -> Any:
 
 
 @intrinsic
-def add(typing: Any, row: Any, other: Any, vectors: Any) -> Any:
-    """row += other, in place."""
+def add(typing: Any, row: Any, other: Any, vectors: Any, out: Any) -> Any:
+    """out = row + other; ``out`` may be one of them."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        row, other, vectors = arguments
+        row, other, vectors, out = arguments
         v = Lanes(builder)
         with v.loop(vectors) as turn:
-            place = v.at(row, v.times(turn.index, 64))
-            v.store(builder.fadd(v.load(place), v.load(v.at(other, v.times(turn.index, 64)))), place)
+            at = v.times(turn.index, 64)
+            v.store(builder.fadd(v.load(v.at(row, at)), v.load(v.at(other, at))), v.at(out, at))
         return context.get_dummy_value()
 
-    return types.void(_I64, _I64, _I64), code
+    return types.void(_I64, _I64, _I64, _I64), code
 
 
 @intrinsic
