@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from moonpool.core.errors import UnsupportedModel
 
@@ -110,5 +109,7 @@ def no_mask(*_: object, **__: object) -> None:
 
 def register() -> None:
     """Make ``attn_implementation="moonpool"`` known to the library. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # seconds, that ranks with weights of their own save
+
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, no_mask)

@@ -37,7 +37,9 @@ class MemoryGroup:
         self._places = memory[8 * LINE_WORDS * ranks :].view(2, ranks, PIECE_BYTES)
 
     def sum(self, flat: torch.Tensor) -> None:
-        for piece in flat.split(PIECE_BYTES // flat.element_size()):
+        size = PIECE_BYTES // flat.element_size()
+        for start in range(0, len(flat), size):
+            piece = flat[start : start + size]
             places = self._exchanged(piece)
             if self._ranks == 2:
                 torch.add(places[0], places[1], out=piece)
@@ -47,7 +49,8 @@ class MemoryGroup:
     def gather(self, flat: torch.Tensor) -> list[torch.Tensor]:
         found = [torch.empty_like(flat) for _ in range(self._ranks)] if self._rank == 0 else []
         size = PIECE_BYTES // flat.element_size()
-        for start, piece in zip(range(0, len(flat), size), flat.split(size), strict=True):
+        for start in range(0, len(flat), size):
+            piece = flat[start : start + size]
             places = self._exchanged(piece)
             for whole, place in zip(found, places, strict=False):
                 whole[start : start + len(piece)] = place

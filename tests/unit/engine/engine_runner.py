@@ -156,10 +156,13 @@ def load_tiny(
     context: int = 0,
     backend: str = "auto",
     tensor_parallel: int = 1,
+    rank_sums: str = "auto",
 ) -> Engine:
     config = Config(
         model=ModelConfig(path=str(directory), dtype=dtype, max_context=context),
-        engine=EngineConfig(block_tokens=block, poison=poison, backend=backend, tensor_parallel=tensor_parallel),
+        engine=EngineConfig(
+            block_tokens=block, poison=poison, backend=backend, tensor_parallel=tensor_parallel, rank_sums=rank_sums
+        ),
     )
     return load_engine(config, directory, threads=1, pages=pages, cache=directory / "cache")
 

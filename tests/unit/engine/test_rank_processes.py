@@ -81,7 +81,7 @@ def test_a_killed_rank_ends_every_step_at_once_and_leaves_nothing(tmp_path: Path
 STARTS_ONE = """
 import time
 from moonpool.engine.tensor_parallel.ranks import Ranks
-print(*Ranks.start(1).pids, flush=True)
+print(*Ranks.start(1, "memory").pids, flush=True)
 time.sleep(60)
 """
 

@@ -78,10 +78,11 @@ def test_several_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
     one.close()
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_pair: Path) -> Iterator[tuple[Engine, ThreadRanks]]:
+@pytest.fixture(scope="module", params=["memory", "gloo"])
+def pair(request: pytest.FixtureRequest, tiny_pair: Path) -> Iterator[tuple[Engine, ThreadRanks]]:
     with ranks_in_threads() as newest:
-        engine = load_tiny(tiny_pair, tensor_parallel=2)
+        engine = load_tiny(tiny_pair, tensor_parallel=2, rank_sums=request.param)
+        assert newest().sums == request.param
         yield engine, newest()
         engine.close()
 
