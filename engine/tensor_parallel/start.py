@@ -8,7 +8,6 @@ from pathlib import Path
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import MLA
-from moonpool.engine.device import device_of
 from moonpool.engine.loading import read_config
 from moonpool.engine.support import check_config
 from moonpool.engine.tensor_parallel.ranks import Ranks
@@ -29,12 +28,6 @@ def ranks_for(config: Config, model_dir: Path) -> Ranks | None:
         raise ConfigError(
             f"engine.backend: {backend!r} computes on one rank, engine.tensor_parallel is {count}; use auto or fused",
             param="engine.backend",
-        )
-    device = device_of(config)
-    if device.type != "cpu":
-        raise ConfigError(
-            f"engine.device: ranks compute on the CPU, and {config.engine.device!r} means {device.type} here; use cpu, or 1 rank",
-            param="engine.device",
         )
     shape = check_config(read_config(model_dir))
     reason = LATENTS if shape.kind == MLA else heads_unfit(shape.heads, shape.kv_heads, count)
