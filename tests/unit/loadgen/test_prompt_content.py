@@ -98,8 +98,8 @@ def test_text_blocks_are_distinct_and_joining_keeps_their_tokens(model_dir: Path
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     alphabet = word_alphabet(model_dir)
     maker = PromptMaker(alphabet)
-    seen = {block_symbols(i, 16, len(alphabet.pieces)).tobytes() for i in range(200_000)}
-    assert len(seen) == 200_000
+    seen = {block_symbols(i, 16, len(alphabet.pieces)).tobytes() for i in range(50_000)}
+    assert len(seen) == 50_000
     one = tokenizer.encode(json.loads(maker.json_prompt(planned(64, (5,), 64)))).ids
     two = tokenizer.encode(json.loads(maker.json_prompt(planned(128, (5, 6), 64)))).ids
     assert two[:64] == one
