@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -97,6 +98,7 @@ class StagedView:
         self.bytes: NDArray[np.uint8] = host.numpy()
         self.in_device = _in_device(memory)
         self._memory, self._packing, self._lanes, self._host = memory, packing, lanes, host
+        self._coming_in = threading.Lock()  # marks are noted in the order of the lane
         self._lock = threading.Lock()  # all below
         self._behind = np.zeros(memory.pages, dtype=np.bool_)
         self._came: dict[int, Mark] = {}  # by layer: the last slices that came in
@@ -140,14 +142,7 @@ class StagedView:
 
     def send(self, layer: int, fresh: dict[int, int]) -> Mark:
         """Copy ``layer`` of the pages ``fresh``, with so many valid tokens, to the host, as it is computed by now."""
-        pages = list(fresh)
-
-        def copy() -> None:
-            packed = self._packing.pack(pages, layer, list(fresh.values()))
-            for data, page in zip(packed, pages, strict=True):
-                self._host[page, layer].copy_(data, non_blocking=True)
-
-        return self._lanes.outward.put(copy, (self._lanes.computed(),))
+        return self._lanes.outward.put(partial(self._copy_out, (layer,), fresh), (self._lanes.computed(),))
 
     def came_in(self, layer: int, pages: Sequence[int]) -> None:
         """TransferFailed where the device cannot take it."""
@@ -161,13 +156,17 @@ class StagedView:
                 into.copy_(self._host[page, layer], non_blocking=True)
             self._packing.unpack(chosen, layer, data)
 
-        with self._lock:
-            self._all_came = self._came[layer] = self._put_inward(copy)
-            self._behind[chosen] = False
+        with self._coming_in:
+            with self._lock:
+                over = self._over
+            mark = self._put_inward(copy, over)
+            with self._lock:
+                self._all_came = self._came[layer] = mark
+                self._behind[chosen] = False
 
-    def _put_inward(self, copy: Callable[[], None]) -> Mark:
+    def _put_inward(self, copy: Callable[[], None], over: Mark) -> Mark:
         try:
-            return self._lanes.inward.put(copy, (self._over,))
+            return self._lanes.inward.put(copy, (over,))
         except RuntimeError as e:  # what torch raises, out of memory included
             raise TransferFailed(f"KV could not be copied to the device: {e}") from e
 
@@ -184,20 +183,20 @@ class StagedView:
     def gone_out(self, pages: Sequence[int]) -> None:
         with self._lock:
             late = [page for page in dict.fromkeys(pages) if self._behind[page]]
-            if not late:
-                return
-            layers, size = range(self._memory.layout.layers), self._memory.layout.block_tokens
-
-            def copy() -> None:
-                for layer in layers:
-                    for data, page in zip(self._packing.pack(late, layer, [size] * len(late)), late, strict=True):
-                        self._host[page, layer].copy_(data, non_blocking=True)
-
-            came = () if self._all_came is None else (self._all_came,)
-            there = self._lanes.outward.put(copy, (self._over, *came))
-        there.wait()
+            after = (self._over,) if self._all_came is None else (self._over, self._all_came)
+        if not late:
+            return
+        whole = dict.fromkeys(late, self._memory.layout.block_tokens)
+        self._lanes.outward.put(partial(self._copy_out, range(self._memory.layout.layers), whole), after).wait()
         with self._lock:
             self._behind[late] = False
+
+    def _copy_out(self, layers: Sequence[int], valid: dict[int, int]) -> None:
+        """Of each page, so many tokens."""
+        for layer in layers:
+            packed = self._packing.pack(list(valid), layer, list(valid.values()))
+            for data, page in zip(packed, valid, strict=True):
+                self._host[page, layer].copy_(data, non_blocking=True)
 
     def copy_page(self, source: int, target: int) -> None:
         with self._lock, self._lanes.on_device():
