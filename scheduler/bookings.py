@@ -59,6 +59,7 @@ class Booking:
     at_decode: End = End.COMING
     missing_since: float | None = None  # at the decode worker, after having been seen
     parts: tuple[Part, ...] = ()
+    asked_at: float = 0.0  # predicted: when ``prefill`` begins; those who help it may not know of it before
 
     @property
     def workers(self) -> set[MemberId]:
@@ -176,7 +177,7 @@ class Ledger:
             late = now - booking.placed_at >= PREFILL_GRACE_S
             for part in booking.parts:
                 if part.worker == worker:
-                    part.at = _seen(part.at, here, late)
+                    part.at = _seen(part.at, here, late and now - booking.asked_at >= PREFILL_GRACE_S)
             if booking.prefill == worker:
                 booking.at_prefill = _seen(booking.at_prefill, here, late)
                 if booking.at_prefill is End.OVER:

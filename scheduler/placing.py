@@ -17,9 +17,10 @@ def booking_of(asked: Asked, option: Option, number: int, kind: int) -> Booking:
     """``kind``: class of its answer's length."""
     board, request, now = asked.board, asked.request, asked.now
     seconds = max(option.work_s, option.ttft.likely - option.wait_s - asked.overhead_s)
-    cached = option.cached_tokens
+    cached, asked_at = option.cached_tokens, 0.0
     if option.group:
-        seconds, cached = option.group[-1].busy_s, option.group[-1].span.begin
+        last = option.group[-1]
+        seconds, cached, asked_at = last.busy_s, last.span.begin, now + last.span.begins_s
     return Booking(
         number,
         request.request,
@@ -35,6 +36,7 @@ def booking_of(asked: Asked, option: Option, number: int, kind: int) -> Booking:
         kind,
         request.max_tokens,
         max(request.choices, 1),
+        asked_at=asked_at,
         parts=tuple(
             Part(board.names[share.row], share.busy_s, share.span.begin, share.span.end) for share in option.group[:-1]
         ),

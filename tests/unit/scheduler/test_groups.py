@@ -177,6 +177,21 @@ def test_a_span_that_waits_is_counted_by_its_own_length() -> None:
     assert probe.predicted_ttft_ms < 0.8e3 * prefill_seconds(LONG)
 
 
+def test_helpers_stay_booked_until_the_last_worker_of_the_group_may_have_asked_them() -> None:
+    cluster = grouping(3)
+    busy(cluster, "prefill-2", 500)
+    placed = cluster.placed("r", LONG)
+    assert workers(placed)[-1] == "prefill-2"
+    cluster.now += 0.4
+    for name in workers(placed)[:-1]:
+        cluster.report(name)
+    assert isinstance(cluster.conductor.place(PlaceRequest("next", 1, (), 100, 32), cluster.now), Later)
+    cluster.conductor.withdraw("next", cluster.now)
+    cluster.now += 0.5
+    cluster.report(workers(placed)[0])
+    assert isinstance(cluster.conductor.place(PlaceRequest("next", 1, (), 100, 32), cluster.now), Placement), "it never came"
+
+
 @pytest.mark.parametrize("how", ["finished", "withdrawn", "expired", "helper lost", "next attempt"])
 def test_nothing_of_a_group_stays_booked(how: str) -> None:
     cluster = grouping(3)
