@@ -26,9 +26,9 @@ def ids(n: int, seed: int = 0) -> list[int]:
 
 
 @asynccontextmanager
-async def group(folder: Path, model: Path, workers: int = 2, **settings: Any) -> AsyncIterator[Split]:
-    """Every prefill worker and the decode worker on a node of its own."""
-    nodes, chunks = tuple("abcd"[: workers + 1]), {"prefill_chunk": 32}
+async def group(folder: Path, model: Path, workers: int = 2, *, names: str = "abcd", **settings: Any) -> AsyncIterator[Split]:
+    """Every prefill worker and the decode worker on a node of its own, or as ``names`` say, a letter each."""
+    nodes, chunks = tuple(names[: workers + 1]), {"prefill_chunk": 32}
     async with split_path(folder, model, nodes=nodes, prefills=workers, prefill_config=chunks, **settings) as split:
         yield split
 

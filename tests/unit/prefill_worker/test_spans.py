@@ -72,6 +72,17 @@ async def test_what_a_worker_of_the_group_has_is_neither_computed_nor_sent(tmp_p
         await asked("the second has it in its pages", 20 * SIZE, (0, 3), 0)
 
 
+async def test_workers_of_one_host_hand_spans_on_within_its_pool(tmp_path: Path, tiny_model: Path) -> None:
+    async with group(tmp_path, tiny_model, 3, names="aaaa") as split:
+        split.place(2, ends=[5, 11])
+        for seed in (5, 6):
+            request = split.asker.request(ids(20 * SIZE + 9, seed))
+            answer = await answered(split, request)
+            check(split, request, answer)
+        assert [count(split, i, "span_tokens") for i in range(3)] == [0, 2 * 5 * SIZE, 2 * 11 * SIZE]
+        assert split.stores["a"].numbers()["digest_mismatches"] == 0
+
+
 async def test_without_reuse_spans_are_sent_under_names_that_nobody_finds(tmp_path: Path, tiny_model: Path) -> None:
     async with group(tmp_path, tiny_model, reuse=False) as split:
         split.place(1, ends=[4])
