@@ -14,6 +14,8 @@ ROLES = ("prefill", "prefill", "decode", "decode", "both")
 GENERATE = (Phase.explicit, Phase.reuse, Phase.generate)  # runs are too slow to be shrunk
 NODES = ("p0", "p1", "d0", "d1", "b0")
 
+SHARED = {"group": 3.0, "group_least_s": 0.2, "group_gain_s": 0.01, "group_share": 0.01, "group_soon": 1.0}  # whatever it costs
+
 
 @st.composite
 def clusters(draw: st.DrawFn) -> SimCluster:
@@ -73,13 +75,14 @@ def clusters(draw: st.DrawFn) -> SimCluster:
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.too_slow], phases=GENERATE)
 @given(
     cluster=clusters(),
-    policy=st.sampled_from(("moonpool", "algorithm1", "round_robin", "pooled_min_ttft")),
+    policy=st.sampled_from(("moonpool", "shared", "algorithm1", "round_robin", "pooled_min_ttft")),
     seed=st.integers(0, 1_000),
     size=st.sampled_from((1_000, 6_000)),
 )
 def test_nothing_is_lost_and_nothing_is_left(cluster: SimCluster, policy: str, seed: int, size: int) -> None:
     rows = conversations(30, seed=seed, every_s=0.5, tokens=size, answers=40)
-    outcome = simulate(rows, cluster, policy=make_policy(policy), seed=seed)
+    chosen = make_policy("moonpool", SHARED) if policy == "shared" else make_policy(policy)
+    outcome = simulate(rows, cluster, policy=chosen, seed=seed)
     assert {what: n for what, n in outcome.leaks.items() if n} == {}
     for result in outcome.requests:
         ends = (result.ended is not None, result.refused is not None, result.failed is not None)
