@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CGROUP = Path("/sys/fs/cgroup")
+_RANK_BYTES = 256 << 20  # an interpreter with PyTorch
 _MAX_HEADER = 100 << 20  # safetensors' own bound
 
 
@@ -54,12 +55,13 @@ class MemoryBudget:
     available: int  # on the device
     view_bytes: int = 0  # of one in the host's view; 0: the pages are that themselves
     host_available: int | None = None  # None: the device is the host
+    ranks_bytes: int = 0  # of the processes of further ranks, beside their weights; on the host
 
     @property
     def needed(self) -> int:
         """On the device."""
         on_host = self.view_bytes if self.host_available is None else 0
-        return self.weights + self.pages * (self.page_bytes + on_host)
+        return self.weights + self.pages * (self.page_bytes + on_host) + self.ranks_bytes
 
     def require(self) -> None:
         """ConfigError with the numbers unless everything fits."""
@@ -69,8 +71,9 @@ class MemoryBudget:
                 param="engine.page_bytes",
             )
         if self.needed > self.available:
+            ranks = f", {_mib(self.ranks_bytes)} of further ranks" if self.ranks_bytes else ""
             raise ConfigError(
-                f"engine.pages: {self.pages} pages of {_mib(self.page_bytes)} and {_mib(self.weights)} of weights need "
+                f"engine.pages: {self.pages} pages of {_mib(self.page_bytes)}{ranks} and {_mib(self.weights)} of weights need "
                 f"{_mib(self.needed)}, {_mib(self.available)} of memory are available; lower engine.pages or "
                 "engine.page_bytes, or use a smaller model",
                 param="engine.pages",
@@ -84,8 +87,9 @@ class MemoryBudget:
 
     def __str__(self) -> str:
         view = "" if self.host_available is None else f"; {_mib(self.pages * self.view_bytes)} pinned on the host"
+        ranks = f"further ranks {_mib(self.ranks_bytes)}, " if self.ranks_bytes else ""
         return (
-            f"weights {_mib(self.weights)}, {self.pages} pages of {_mib(self.page_bytes)}, "
+            f"weights {_mib(self.weights)}, {ranks}{self.pages} pages of {_mib(self.page_bytes)}, "
             f"together {_mib(self.needed)} of {_mib(self.available)} available{view}"
         )
 
@@ -106,7 +110,8 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     if device.type == "cuda":
         return MemoryBudget(weights, count, page, available(device), layout.block_bytes, _available())
     view = 0 if config.engine.kv_dtype == "auto" else layout.block_bytes
-    return MemoryBudget(weights, count, page, _available(), view)
+    ranks = (config.engine.tensor_parallel - 1) * _RANK_BYTES
+    return MemoryBudget(weights, count, page, _available(), view, ranks_bytes=ranks)
 
 
 def _available() -> int:

@@ -128,6 +128,12 @@ def test_the_limits_of_all_control_groups_above_count(tmp_path: Path) -> None:
     assert (cores.grade, "2 cores (of 16: the control group's quota)" in cores.what) == (Grade.WARN, True)
 
 
+def test_cores_are_held_against_ranks() -> None:
+    config = Config(engine=EngineConfig(tensor_parallel=2))
+    assert (limits.of_cores(config, 6, Group()).grade, limits.of_cores(config, 5, Group()).grade) == (Grade.OK, Grade.WARN)
+    assert limits.of_cores(config, 6, Group()).what == "6 cores for 3 workers of 6 ranks together"
+
+
 def test_without_control_groups_the_machine_counts(tmp_path: Path) -> None:
     assert control_group(tmp_path, tmp_path / "missing") == Group()
     assert limits.of_memory(Config(), 64 * GIB, Group()).grade is Grade.OK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
@@ -56,7 +57,10 @@ async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> M
     async def again(member: Member) -> tuple[Service, Member]:
         return Dummy(f"{first} {member.incarnation}"), member
 
-    return Made(Dummy(first, spec.config.model.name == "busy"), member, again)
+    lost: Future[str] = Future()
+    if spec.config.model.name == "maimed":
+        lost.set_result("rank 1 has ended")
+    return Made(Dummy(first, spec.config.model.name == "busy"), member, again, lost=lost)
 
 
 if __name__ == "__main__":

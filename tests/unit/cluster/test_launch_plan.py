@@ -12,7 +12,16 @@ from moonpool.cluster.launch.host import Host, Site, require_fitting_hosts, shar
 from moonpool.cluster.launch.plan import plan
 from moonpool.cluster.leaving import END_S, end_s
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
-from moonpool.core.config import ClusterConfig, Config, GatewayConfig, NodeConfig, StoreConfig, TimingConfig, TransferConfig
+from moonpool.core.config import (
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    NodeConfig,
+    StoreConfig,
+    TimingConfig,
+    TransferConfig,
+)
 from moonpool.core.errors import ConfigError
 from moonpool.core.ids import NodeId, Role
 
@@ -28,6 +37,21 @@ def test_the_default_cluster_is_two_nodes_with_their_stores_first() -> None:
         ["store-a@a", "store-b@b"],
         ["prefill-0@a", "prefill-1@a", "decode-0@b", "conductor-0@b", "gateway-0@b"],
     ]
+
+
+def test_workers_of_a_node_have_as_many_ranks_as_it_says() -> None:
+    nodes = (
+        NodeConfig(name="a", prefill=1, tensor_parallel=4),
+        NodeConfig(name="b", decode=1),
+        NodeConfig(name="c", decode=1, tensor_parallel=1),
+    )
+    config = Config(cluster=ClusterConfig(nodes=nodes), engine=EngineConfig(tensor_parallel=2))
+    specs = [s for stage in plan(config, registry="r:1", model_dir=Path("m")) for s in stage]
+    assert {s.member: s.config.engine.tensor_parallel for s in specs if s.role in (Role.PREFILL, Role.DECODE)} == {
+        "prefill-0": 4,
+        "decode-0": 2,
+        "decode-1": 1,
+    }
 
 
 def test_gateways_take_ports_upwards_unless_the_system_chooses() -> None:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from moonpool.cluster.membership import Membership
-from moonpool.cluster.process import EXIT_RESTART
+from moonpool.cluster.process import EXIT_LOST, EXIT_RESTART
 from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, ModelConfig, TimingConfig
@@ -103,6 +103,11 @@ async def test_the_admin_service_ends_it_with_0_and_asks_for_a_new_life_by_a_cod
             async with grpc.aio.insecure_channel(c.member().address) as channel:
                 await getattr(pb.admin_rpc.AdminStub(channel), call)(pb.types.Empty(), timeout=5.0)
             assert await c.exit_code() == code
+
+
+async def test_it_ends_at_once_with_a_code_of_its_own_where_what_it_needs_is_lost(tmp_path: Path) -> None:
+    async with child(tmp_path, "maimed") as c:
+        assert await c.exit_code() == EXIT_LOST
 
 
 async def test_it_is_not_ready_while_it_drains_and_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

@@ -34,6 +34,15 @@ def test_a_node_claims_what_its_roles_claim_and_its_own_resources() -> None:
     assert selectors(config()) == [{"room": "prefill"}, {}]
 
 
+def test_ranks_of_a_worker_each_claim_what_a_worker_of_one_does() -> None:
+    node = NodeConfig(name="a", prefill=2, conductor=1, tensor_parallel=4)
+    chosen = config(node, NodeConfig(name="b", decode=1), ray_cpus={"prefill": 3}, ray_gpus_per_worker=1)
+    assert bundles(chosen) == [
+        {"CPU": pytest.approx(0.1 + 2 * 4 * 3 + 0.1), "GPU": 8.0},
+        {"CPU": pytest.approx(0.5), "GPU": 1.0},
+    ]
+
+
 @pytest.mark.parametrize(("name", "setting"), [("CPU", "cluster.ray_cpus"), ("GPU", "cluster.ray_gpus_per_worker")])
 def test_resources_that_have_a_setting_of_their_own_are_refused(name: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):

@@ -53,6 +53,12 @@ def test_threads_of_each_kind() -> None:
     assert computing(split) == 2
 
 
+def test_ranks_of_one_worker_share_its_cores() -> None:
+    assert torch_threads(config(BOTH, tensor_parallel=2), Role.BOTH) == max(1, cores() // 2)
+    assert torch_threads(config(BOTH, tensor_parallel=1 << 5), Role.BOTH) >= 1
+    assert torch_threads(config(BOTH, tensor_parallel=2, threads=3), Role.BOTH) == 3
+
+
 @pytest.mark.parametrize(("quota", "threads"), [(1.5, 1), (0.25, 1), (1e6, None), (None, None)])
 def test_a_containers_quota_bounds_the_threads(quota: float | None, threads: int | None) -> None:
     assert cores(Group(cores=quota)) == (threads or len(os.sched_getaffinity(0)))
