@@ -140,6 +140,7 @@ def test_steps_with_hooks_chunks_or_rows_without_logits_go_launch_by_launch(
     assert answers.fit([single], [0])
     assert not answers.fit([single], [])
     assert not answers.fit([chunk], [4])
+    assert not answers.fit([chunk], [0])  # what its first token says of the second
     assert not answers.fit([single, _row(1, 5, 1, [2]), _row(2, 5, 1, [3])], [0, 1, 2])
     told = _Told()
     backend = TritonBackend(whole, told)  # type: ignore[arg-type]
