@@ -102,7 +102,7 @@ def _triton(
         from moonpool.engine.triton.backend import unusable
         from moonpool.engine.triton.making import triton_backend
     except ImportError as e:
-        raise _cannot("triton", f"it does not load here ({e})") from e
+        raise _cannot("triton", f"it does not load here ({e}); PyTorch's CUDA build brings the package triton") from e
     reason = unusable(memory.device)
     if reason is not None:
         raise _cannot("triton", reason)
