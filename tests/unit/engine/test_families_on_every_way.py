@@ -29,8 +29,9 @@ LENGTHS = (50, 32, 16, 3)  # with and without a last block that is not full; ove
 OUTPUTS = 18  # over a border of blocks
 ROUNDING = 5e-5  # of float32 logits
 MOST_APART = 0.15  # of the spread: what the library's own bfloat16 stays within
-RUNS = [(kind, "float32") for kind in KNOWN] + [(kind, "bfloat16") for kind in KNOWN if " with " not in kind]
-CHUNKS = (16, 13)
+IN_BFLOAT16 = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen3_moe")
+RUNS = [(kind, "float32") for kind in KNOWN] + [(kind, "bfloat16") for kind in IN_BFLOAT16]
+CHUNKS = (1 << 30, 13)
 
 
 @dataclass
@@ -102,13 +103,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_cold_prompts_and_chunks_beside_decode_rows(served: Served) -> None:
     for name, engine in served.engines.items():
-        for chunk in (1 << 30, *CHUNKS):
+        for chunk in CHUNKS:
             served.check(served.run(engine, chunk=chunk), f"{name}, chunks of {chunk}")
 
 
 def test_behind_a_cached_prefix(served: Served) -> None:
     for name, engine in served.engines.items():
-        for cached in (False, True, True):
+        for cached in (False, True):
             got = served.run(engine, reuse=True, chunk=13)
             assert [one.cached for one in got] == [min(n // 16 * 16, n - 1) if cached else 0 for n in LENGTHS]
             served.check(got, f"{name}, cached: {cached}")
