@@ -55,7 +55,7 @@ class EngineConfig(_Values):
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="how device pages keep K/V (docs/gpu.md): as model.dtype, or in eight bits, which is for the backend triton",
+        description="how device pages keep K/V (docs/gpu.md): as model.dtype, or in eight bits, for the backend triton alone",
     )
     threads: int = Field(
         0,
@@ -67,8 +67,8 @@ class EngineConfig(_Values):
     )
     rank_sums: Literal["auto", "memory", "gloo"] = Field(
         "auto",
-        description="how ranks add up what each computed; auto: in shared memory where each has a core, which it spins on for a "
-        "moment, else by gloo",
+        description="how ranks add up what each computed; auto: in shared memory where each has a core, on which it spins for "
+        "a moment, else by gloo",
     )
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")

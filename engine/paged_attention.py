@@ -34,7 +34,7 @@ class DecodeRows:
     """One step's rows of one token each. K and V of these tokens are in their pages before ``attend``."""
 
     def __init__(self, layout: KVLayout, pages: torch.Tensor, spans: Sequence[Span]) -> None:
-        """``pages``: [pages, layers, 2, kv_heads, block_tokens, head_dim], contiguous but that heads beside these may lie in it."""
+        """``pages``: [pages, layers, 2, kv_heads, block_tokens, head_dim], contiguous but for heads of others."""
         self._layout = layout
         self._pages = pages
         self._kv_heads = pages.shape[3]
