@@ -21,6 +21,7 @@ from transformers import (
 
 from moonpool.core.errors import PeerSilent, TransferFailed
 from moonpool.engine.engine import Engine, Row
+from moonpool.engine.trial import difference
 
 LAYERS = 3
 BASE = {
@@ -76,6 +77,21 @@ def test_several_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
         assert [run.cached for run in got.run(prompts, 1)] == [0, 32, 16, 80]
         several.close()
     one.close()
+
+
+def test_bfloat16_is_as_near_to_float32_on_two_ranks_as_on_one(tiny_pair: Path) -> None:
+    prompts = [random_ids(n, seed=n) for n in (40, 17)]
+
+    def logits(**settings: object) -> torch.Tensor:
+        engine = load_tiny(tiny_pair, backend="fused", **settings)
+        seen = Runner(engine).run(prompts, 4, chunk=lambda start: 16, forced=[[5, 6, 7, 8]] * 2)
+        engine.close()
+        return torch.cat([torch.stack(one.logits) for one in seen])
+
+    exact = logits()
+    with ranks_in_threads():
+        apart = difference(logits(dtype="bfloat16", tensor_parallel=2), exact)
+    assert apart < 1.5 * difference(logits(dtype="bfloat16"), exact)
 
 
 @pytest.fixture(scope="module", params=["memory", "gloo"])
