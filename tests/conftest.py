@@ -1,4 +1,4 @@
-"""Shared fixtures. UCX and Triton read their environment once, at the first import: it is set here, before tests import them."""
+"""Shared fixtures. UCX and Triton read their environment once, at their first import: it is set here, before that."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from moonpool.engine.triton.tiling import Tiling
 LAYERS = 2
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 ONE_SPLIT = Tiling(wide=32, keys=32, split_keys=32, programs=1)
-MANY_SPLITS = replace(ONE_SPLIT, keys=16, programs=16)
+MANY_SPLITS = replace(ONE_SPLIT, keys=16, programs=8)
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    row = st.tuples(st.integers(0, 100), st.one_of(st.just(1), st.integers(2, 40)))
+    row = st.tuples(st.integers(0, 80), st.one_of(st.just(1), st.integers(2, 20)))
     return Case(
         kv_heads=draw(st.sampled_from([1, 2])),
-        share=draw(st.sampled_from([1, 2, 3, 7, 20])),
+        share=draw(st.sampled_from([1, 2, 3, 7])),
         dim=draw(st.sampled_from([8, 16, 24, 80, 192])),
         block=draw(st.sampled_from([16, 33, 64, 512])),
         rows=tuple(draw(st.lists(row, min_size=1, max_size=2))),
@@ -106,7 +106,7 @@ class World:
 
 
 @given(cases())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @example(Case(rows=((0, 1), (40, 9)), share=20, window=1))
 @example(Case(rows=((149, 1), (16, 16)), dtype="bfloat16", block=33, dim=24))
 def test_kernels_of_a_mixed_step_equal_dense_attention_and_write_their_pages_only(case: Case) -> None:
