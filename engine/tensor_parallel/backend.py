@@ -71,7 +71,7 @@ class ParallelBackend:
             start = Start(
                 rank=rank,
                 ranks=size,
-                folder=str(self._ranks.folder),
+                folder=str(self._ranks.folder or ""),
                 threads=threads,
                 layout=asdict(memory.layout),
                 pages=memory.pages,

@@ -16,11 +16,12 @@ from moonpool.engine.tensor_parallel.memory_group import MemoryGroup
 
 
 def group_of(
-    sums: Sums, memory: torch.Tensor, folder: Path, rank: int, ranks: int, timeout_s: float, parted: Callable[[], bool]
+    sums: Sums, memory: torch.Tensor, folder: Path | None, rank: int, ranks: int, timeout_s: float, parted: Callable[[], bool]
 ) -> Group:
     """``memory``: to meet in; ``folder``: where ranks find one another for gloo. Returns once all are there (gloo)."""
     if sums == "memory":
         return MemoryGroup(memory, rank, ranks, timeout_s, parted)
+    assert folder is not None
     return GlooGroup(folder, rank, ranks, timeout_s)
 
 

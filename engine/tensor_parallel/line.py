@@ -69,6 +69,8 @@ class Line:
 
     def record(self) -> Any:
         kind, size = _HEAD.unpack(self._exactly(_HEAD.size))
+        if kind == _END:
+            raise EOFError("the line ended")
         if kind != _RECORD or size > _MOST_RECORD:
             raise Bug(f"a record was expected, kind {kind} of {size} bytes came")
         return read_json(bytes(self._exactly(size)))

@@ -49,7 +49,7 @@ class Rank:
         recipe: Recipe = line.part()
         recipe = replace(recipe, layers=tuple(line.part() for _ in range(start.layers)))
         compiled_attention(layout.dtype)
-        folder = Path(start.folder)
+        folder = Path(start.folder) if start.folder else None
         group = group_of(start.sums, shared.meeting, folder, start.rank, start.ranks, start.timeout_s, line.ended)
         self._hidden, self._dtype = recipe.hidden, recipe.dtype
         self._meeting = Meeting(group, start.layers, recipe.hidden, start.columns, recipe.dtype)

@@ -31,12 +31,17 @@ TOLD_S = 1.0  # between the end of a rank and that it is known
 _MODULE = "moonpool.engine.tensor_parallel"
 
 
+def meeting_folder(sums: Sums) -> Path | None:
+    """Where ranks find one another, mode 0700; None: they share memory, and have no need to."""
+    return Path(tempfile.mkdtemp(prefix="moonpool-ranks-")) if sums == "gloo" else None
+
+
 class Ranks:
     """Ranks 1 and above of one worker. ``lost`` has a result once one has ended by itself: which, and how."""
 
     def __init__(self, count: int, sums: Sums, command: Sequence[str]) -> None:
         self.count, self.sums = count, sums
-        self.folder = Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))  # where they find one another; mode 0700
+        self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
         self.pages: SharedPages | None = None
@@ -80,7 +85,8 @@ class Ranks:
 
     def remove_folder(self) -> None:
         """All have found one another."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """They end in order within ``END_S``, or are killed; no process is left."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ import torch
 from moonpool.engine.tensor_parallel import start
 from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.rank import Rank, Start
-from moonpool.engine.tensor_parallel.ranks import Ranks
+from moonpool.engine.tensor_parallel.ranks import Ranks, meeting_folder
 
 
 class ThreadRanks(Ranks):
@@ -24,7 +22,7 @@ class ThreadRanks(Ranks):
 
     def __init__(self, count: int, sums: Sums) -> None:
         self.count, self.sums = count, sums
-        self.folder = Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))
+        self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
         self.pids: list[int] = []
