@@ -166,21 +166,32 @@ def held(cluster: LocalCluster) -> float:
     return sum(at_prefill(cluster)) + cluster.stats("conductor-0").numbers["waiting"]
 
 
+ROUNDS = 4
+
+
+async def report(cluster: LocalCluster, client: httpx.AsyncClient, seed: int) -> None:
+    """Prompts for both workers, from short to long, that their estimates are fitted on."""
+    for length in (200, 600, 1000, 1500):
+        await asyncio.gather(*(complete(client, prompt(length, seed + i), 2) for i in range(len(PREFILLS))))
+
+
 async def load_every_worker(cluster: LocalCluster, client: httpx.AsyncClient) -> list[asyncio.Task[Answer]]:
-    """Long prompts, until each prefill worker computes one. Where one is believed to be slow, some wait for the other first."""
-    load: list[asyncio.Task[Answer]] = []
-    async with asyncio.timeout(30):
-        while not all(await asyncio.to_thread(at_prefill, cluster)):
-            load.append(asyncio.create_task(complete(client, prompt(2600, 100 + len(load)), 2)))
-            while await asyncio.to_thread(held, cluster) < sum(not task.done() for task in load):  # noqa: ASYNC110
+    """A long prompt at each prefill worker. Where one is believed to be slow, both wait for the other: it reports anew."""
+    for seed in range(1000, 1000 + 10 * ROUNDS, 10):
+        load = [asyncio.create_task(complete(client, prompt(2600, seed + i), 2)) for i in range(len(PREFILLS))]
+        async with asyncio.timeout(30):
+            while await asyncio.to_thread(held, cluster) < len(load):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-    return load
+        if all(await asyncio.to_thread(at_prefill, cluster)):
+            return load
+        await asyncio.gather(*load)
+        await report(cluster, client, seed + 5)
+    raise AssertionError(f"{ROUNDS} times both prompts were meant for one worker\n{cluster.log()}")
 
 
 async def test_a_target_that_the_load_would_miss_is_refused_and_accepted_when_idle(cluster: LocalCluster) -> None:
     async with cluster.client() as client:
-        for length in (200, 600, 1000, 1500):  # reports to fit the estimates of each worker on: they are told of longer ones
-            await asyncio.gather(*(complete(client, prompt(length, 80 + i), 2) for i in range(len(PREFILLS))))
+        await report(cluster, client, 80)
         begun = time.monotonic()
         for seed in (89, 90):
             assert (await complete(client, prompt(600, seed), 2)).status == 200
