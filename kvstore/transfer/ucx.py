@@ -127,7 +127,9 @@ def lanes_used(agent: str) -> str:
     if not {"libucs", "libucp"} <= loaded.keys():
         return UNKNOWN
     try:
-        ucs, ucp = ctypes.CDLL(loaded["libucs"]), ctypes.CDLL(loaded["libucp"])
+        # UCX calls back under its lock: who holds the interpreter's lock and waits for UCX's, as an agent's end does, would
+        # wait for ever for one that gave the interpreter's up. So it is kept.
+        ucs, ucp = ctypes.PyDLL(loaded["libucs"]), ctypes.CDLL(loaded["libucp"])
         endpoints = _endpoint_addresses(ucs, agent[:_NAME_KEPT])
         found = {lane for address in endpoints for lane in _lanes_of(ucp, address)}
     except (OSError, AttributeError, ValueError):
@@ -155,7 +157,7 @@ def _loaded_libraries(owner: str = "nixl") -> dict[str, str]:
     return out
 
 
-def _endpoint_addresses(ucs: ctypes.CDLL, context: str) -> list[int]:
+def _endpoint_addresses(ucs: ctypes.PyDLL, context: str) -> list[int]:
     visit = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_void_p)
     ucs.ucs_vfs_path_list_dir.argtypes = [ctypes.c_char_p, visit, ctypes.c_void_p]
 

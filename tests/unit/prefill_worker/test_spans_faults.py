@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,60 @@ async def test_blocks_of_a_worker_that_is_lost_amid_its_span_are_computed(
 def _came(split: Split) -> int:
     spans = [work.span for work in split.prefills[1]._jobs.values() if work.span is not None]
     return sum(span.came for span in spans)
+
+
+async def test_pages_are_written_again_only_once_nothing_is_sent_out_of_them(tmp_path: Path, tiny_model: Path) -> None:
+    async with group(tmp_path, tiny_model) as split:
+        split.place(1)
+        await answered(split, split.asker.request(ids(2 * SIZE, 1)))  # its senders are made
+        split.place(1, ends=ENDS)
+        sending = Sending(split.prefills[1]._pusher._senders.values())
+        halt, engine = Halt(split.prefill_engines[0]), split.prefill_engines[1]
+        forward, begun = engine.forward, list[int]()
+
+        def watched(*args: Any, **more: Any) -> Any:
+            begun.append(sending.posted)
+            return forward(*args, **more)
+
+        engine.forward = watched  # type: ignore[method-assign]
+        request = split.asker.request(PROMPT)
+        answer = split.gateway.begin(request)
+        await until(lambda: sending.posted > 0, "nothing of what came was sent on")
+        halt.go(breaks=True)
+        await until(lambda: any(work.span and work.span.over for work in split.prefills[1]._jobs.values()), "not given up")
+        asyncio.get_running_loop().call_later(0.1, sending.end)
+        await asyncio.wait_for(answer.over.wait(), 10)
+        check(split, request, answer)
+        assert len(begun) > 1 and not any(begun)
+        await split.idle()
+
+
+class Sending:
+    """Pushes whose end is not told until ``end``; ``posted`` of them are waited for."""
+
+    def __init__(self, senders: Iterable[Any]) -> None:
+        self._ends: list[Callable[[], None]] = []
+        self._through = False
+        for sender in senders:
+            sender.push = partial(self._push, sender.push)
+
+    @property
+    def posted(self) -> int:
+        return len(self._ends)
+
+    def end(self) -> None:
+        self._through = True
+        ends, self._ends = self._ends, []
+        for each in ends:
+            each()
+
+    def _push(self, push: Callable[..., Future[None]], *parts: Any) -> Future[None]:
+        done: Future[None] = push(*parts)
+        if self._through:
+            return done
+        held: Future[None] = Future()
+        self._ends.append(lambda: done.add_done_callback(lambda _: held.set_result(None)))
+        return held
 
 
 async def test_a_worker_that_takes_nothing_or_waits_for_us_is_not_waited_for_long(
