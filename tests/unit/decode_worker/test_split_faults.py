@@ -134,8 +134,8 @@ async def test_a_landing_granted_after_its_job_was_cancelled_is_given_back(tmp_p
         asked, go = asyncio.Event(), asyncio.Event()
 
         async def slow(*args: Any, **more: Any) -> Any:
+            landing = await grant(*args, **more)  # where the store node says not now, the job comes again
             pusher.grant = grant  # type: ignore[method-assign]
-            landing = await grant(*args, **more)
             asked.set()
             await go.wait()
             return landing
