@@ -149,8 +149,8 @@ class CompiledBackend:
         units = step.most_units(tokens, tasks, 2 * recipe.intermediate, outputs, vocabulary, self._threads)
         work["row_bytes"] = row = phases.row_bytes(self._threads, units)
         if len(self._board) < row * self._rows(len(self._layers)):
-            self._board = np.zeros(row * self._rows(len(self._layers)) + _ALIGN, np.uint8)
-        work["board"] = -(-self._board.ctypes.data // phases.LINE) * phases.LINE
+            self._board = _aligned(row * self._rows(len(self._layers)))
+        work["board"] = self._board.ctypes.data
 
     @staticmethod
     def _rows(layers: int) -> int:
@@ -179,10 +179,9 @@ class CompiledBackend:
         work["threads"] = self._threads
 
     def _buffer(self, size: int) -> Address:
-        raw = np.zeros(size + _ALIGN, np.uint8)
-        self._buffers.append(raw)
-        start: int = raw.ctypes.data
-        return -(-start // _ALIGN) * _ALIGN
+        self._buffers.append(_aligned(size))
+        start: int = self._buffers[-1].ctypes.data
+        return start
 
     def _warm_up(self) -> None:
         """Compile, or load what was compiled before."""
@@ -255,3 +254,10 @@ class CompiledBackend:
         kept = tensor.detach().contiguous()
         self._kept.append(kept)
         return kept.data_ptr()
+
+
+def _aligned(size: int) -> NDArray[np.uint8]:
+    """Zeros that begin with a page: of a board that begins elsewhere than its array, not all would be cleared before a run."""
+    raw = np.zeros(size + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + size]

@@ -103,3 +103,20 @@ def test_more_threads_than_cores_make_the_same_bits(model: Path) -> None:
     finally:
         alone.close()
         crowd.close()
+
+
+def test_every_logit_is_of_its_own_step(tmp_path: Path) -> None:
+    """Units of the output head are the last that a step does, and here they fill the last row of the board."""
+    shape = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 62 * 16 * 16}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    engine = _engine(rounded_tiny(tmp_path, LlamaConfig(**shape, **heads)), 1)
+    ids, table = random_ids(44, seed=3), engine.pages.allocate(1)
+    try:
+        engine.forward([Row(ids[:40], 0, table, False)])
+        for at in range(40, 44):
+            row = Row(ids[at : at + 1], at, table, True)
+            want = engine.forward([row], on_layer=lambda _: None).clone()
+            assert torch.equal(engine.forward([row]), want)
+            assert torch.equal(engine.forward([row]), want)
+    finally:
+        engine.close()
