@@ -11,7 +11,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError, UnsupportedModel
 from moonpool.core.layout import KV
 from moonpool.engine.adapter_files import load_adapters
-from moonpool.engine.choosing import Chosen
+from moonpool.engine.choosing import Chosen, cannot_serve
 from moonpool.engine.device import device_of
 from moonpool.engine.families import known, recipe_of
 from moonpool.engine.fused_backend import FusedBackend
@@ -19,7 +19,7 @@ from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.low_rank import AdaptedBackend, Adapters
 from moonpool.engine.module_backend import ModuleBackend
 from moonpool.engine.page_tensor import PageTensor
-from moonpool.engine.trial import Trial, difference, limit_of
+from moonpool.engine.trial import Trial, disagreement
 
 log = logging.getLogger(__name__)
 _FIX = "leave model.adapters empty, or merge the adapter into a checkpoint of its own"
@@ -37,28 +37,32 @@ def choose_adapted(
     adapters = load_adapters(config.model.adapters, model, cache)
     module = _by_modules(model, memory, adapters)
     if config.engine.backend == "torch" or not known(model):
-        if config.engine.backend == "fused":
-            raise _cannot("fused", f"{type(model).__name__} is of no family that it knows, or differs from it (docs/engine.md)")
-        return Chosen(module, threads, _NOTE), adapters.digests
+        return _without_recipe(config, model, Chosen(module, threads, _NOTE)), adapters.digests
     trials = [Trial(memory, facts, name) for name in ("", *sorted(adapters.digests))]
     want = torch.cat([trial.answers(module) for trial in trials])
     recipe = recipe_of(model, facts.max_context, adapters)
     if recipe is None:
-        return Chosen(module, threads, _NOTE), adapters.digests
+        return _without_recipe(config, model, Chosen(module, threads, _NOTE)), adapters.digests
     module.close()
     fused = AdaptedBackend(FusedBackend(recipe, memory), adapters, memory.device)
     got = torch.cat([trial.answers(fused) for trial in trials])
-    apart, limit = difference(got, want), limit_of(memory)
-    if apart <= limit:
+    what = disagreement(got, want, memory)
+    if what is None:
         return Chosen(fused, threads, _NOTE), adapters.digests
     fused.close()
-    what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
     if config.engine.backend == "fused":
-        raise _cannot("fused", what)
+        raise cannot_serve("fused", what)
     log.warning("%s: backend fused is not used: %s; backend torch serves", model_dir, what)
     again = load_model(config, model_dir, memory.device)[0]
     adapters = load_adapters(config.model.adapters, again, cache)
     return Chosen(_by_modules(again, memory, adapters), threads, f"fused: {what}"), adapters.digests
+
+
+def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen) -> Chosen:
+    if config.engine.backend == "fused":
+        what = f"{type(model).__name__} is of no family that it knows, or differs from it (docs/engine.md)"
+        raise cannot_serve("fused", what)
+    return plain
 
 
 def _by_modules(model: torch.nn.Module, memory: PageTensor, adapters: Adapters) -> AdaptedBackend:
@@ -72,7 +76,7 @@ def require_fit(config: Config) -> None:
     if not config.model.adapters:
         return
     if engine.backend not in ("auto", "fused", "torch"):
-        raise _cannot(engine.backend, "model.adapters add to linear layers, which fused and torch compute alone")
+        raise cannot_serve(engine.backend, "model.adapters add to linear layers, which fused and torch compute alone")
     if engine.tensor_parallel > 1:
         raise ConfigError(
             f"engine.tensor_parallel: {engine.tensor_parallel} ranks do not share adapters, and model.adapters names some; "
@@ -81,10 +85,3 @@ def require_fit(config: Config) -> None:
         )
     if (device := device_of(config).type) != "cpu":
         raise ConfigError(f"model.adapters: not computed on {device} yet; engine.device cpu, or {_FIX}", param="model.adapters")
-
-
-def _cannot(asked: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"engine.backend: {asked!r} cannot serve this model here: {what}; use auto, which takes the fastest that can",
-        param="engine.backend",
-    )

@@ -26,7 +26,7 @@ from moonpool.engine.tensor_parallel.backend import ParallelBackend
 from moonpool.engine.tensor_parallel.ranks import Ranks
 from moonpool.engine.tensor_parallel.sharding import unfit as unfit_for_ranks
 from moonpool.engine.tensor_parallel.start import cannot_share
-from moonpool.engine.trial import Trial, difference, limit_of, plain_memory
+from moonpool.engine.trial import Trial, disagreement, plain_memory
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +71,13 @@ def choose(
         chosen = _fastest(config, recipe, memory, threads, own_threads)
     else:
         chosen = _on_ranks(recipe, memory, threads, ranks)
-    apart, limit = difference(trial.answers(chosen.backend), want), limit_of(memory)
-    if apart <= limit:
+    what = disagreement(trial.answers(chosen.backend), want, memory)
+    if what is None:
         return chosen
     name = chosen.backend.name
     chosen.backend.close()
-    what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
     if asked != "auto" or ranks is not None:
-        raise _cannot(name, what)
+        raise cannot_serve(name, what)
     log.warning("%s: backend %s is not used: %s; backend torch serves", model_dir, name, what)
     return Chosen(ModuleBackend(load_model(config, model_dir, memory.device)[0], memory), threads, f"{name}: {what}")
 
@@ -90,7 +89,7 @@ def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, o
         if isinstance(compiled, Chosen):
             return compiled
         if asked == "compiled":
-            raise _cannot(asked, compiled)
+            raise cannot_serve(asked, compiled)
         note = f"not compiled: {compiled}"
     return Chosen(FusedBackend(recipe, memory), threads, note)
 
@@ -102,20 +101,19 @@ def _triton(
         from moonpool.engine.triton.backend import unusable
         from moonpool.engine.triton.making import triton_backend
     except ImportError as e:
-        raise _cannot("triton", f"it does not load here ({e}); PyTorch's CUDA build brings the package triton") from e
+        raise cannot_serve("triton", f"it does not load here ({e}); PyTorch's CUDA build brings the package triton") from e
     reason = unusable(memory.device)
     if reason is not None:
-        raise _cannot("triton", reason)
+        raise cannot_serve("triton", reason)
     reference = plain_memory(memory)
     want = Trial(reference, facts).answers(ModuleBackend(model, reference))
     backend = triton_backend(config.engine, model, facts, memory)
-    apart, limit = difference(Trial(memory, facts).answers(backend), want), limit_of(memory)
-    if apart <= limit:
+    what = disagreement(Trial(memory, facts).answers(backend), want, memory)
+    if what is None:
         return Chosen(backend, threads)
     backend.close()
-    what = f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"
     if config.engine.backend != "auto" or memory.kept != "auto":
-        raise _cannot("triton", what)
+        raise cannot_serve("triton", what)
     log.warning("%s: backend triton is not used: %s; backend torch serves", model_dir, what)
     return Chosen(ModuleBackend(load_model(config, model_dir, memory.device)[0], memory), threads, f"triton: {what}")
 
@@ -152,11 +150,11 @@ def _without_recipe(config: Config, model: torch.nn.Module, plain: Chosen, kind:
     if config.engine.tensor_parallel > 1:
         raise cannot_share(what)
     if config.engine.backend != "auto":
-        raise _cannot(config.engine.backend, what)
+        raise cannot_serve(config.engine.backend, what)
     return Chosen(plain.backend, plain.torch_threads, f"neither compiled nor fused: {what}")
 
 
-def _cannot(asked: str, what: str) -> ConfigError:
+def cannot_serve(asked: str, what: str) -> ConfigError:
     return ConfigError(
         f"engine.backend: {asked!r} cannot serve this model here: {what}; use auto, which takes the fastest that can",
         param="engine.backend",

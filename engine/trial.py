@@ -67,11 +67,16 @@ def plain_memory(memory: PageTensor) -> PageTensor:
     return PageTensor(memory.layout, min(memory.pages, pages), device=memory.device)
 
 
-def limit_of(memory: PageTensor) -> float:
-    return _LIMITS[memory.layout.dtype] if memory.kept == "auto" else _LIMIT_OF_EIGHT_BITS
-
-
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
     """How far ``got`` is from ``want`` over how far ``want`` spreads around its mean, both as root mean squares."""
     spread = (want - want.mean(dim=-1, keepdim=True)).square().mean().sqrt()
     return float((got - want).square().mean().sqrt() / spread)
+
+
+def disagreement(got: torch.Tensor, want: torch.Tensor, memory: PageTensor) -> str | None:
+    """Why a backend over ``memory`` that answers ``got`` may not serve, where the module answers ``want``; None: it may."""
+    apart = difference(got, want)
+    limit = _LIMITS[memory.layout.dtype] if memory.kept == "auto" else _LIMIT_OF_EIGHT_BITS
+    if apart <= limit:  # never of NaN
+        return None
+    return f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"

@@ -242,3 +242,14 @@ def test_a_backend_that_leaves_adapters_out_does_not_serve(llama: Adapted, monke
     engine.close()
     with pytest.raises(ConfigError, match=r"engine.backend: 'fused' cannot serve.*its logits differ"):
         llama.engine("fused")
+
+
+def test_without_a_recipe_the_modules_serve_unless_another_backend_was_asked_for(
+    llama: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapting, "recipe_of", lambda model, context, adapters: None)
+    with pytest.raises(ConfigError, match=r"engine.backend: 'fused' cannot serve.*is of no family"):
+        llama.engine("fused")
+    engine = llama.engine()
+    assert engine.backend_name == "torch"
+    engine.close()
