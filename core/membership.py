@@ -17,7 +17,7 @@ class Liveness(StrEnum):
     GONE = "gone"  # proved dead (pidfd), left on its own word, or replaced by a newer incarnation
 
 
-PROTOCOL = 2  # of what members say to one another: counted up where an older member would not understand a newer one
+PROTOCOL = 3  # of what members say to one another: counted up where an older member would not understand a newer one
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from moonpool.core.membership import PROTOCOL
 from moonpool.wire import pb
 
 OBEYED = {
-    2: {
+    3: {
+        "Request": "id prompt sampling namespace keys targets tenant turn kind priority weight adapter",
+        "Adapter": "name digest",
         "Attempt": "request number emitted deadline_ms siblings",
         "Sibling": "id number seed",
         "Sampling": "max_tokens temperature top_p top_k repetition_penalty presence_penalty frequency_penalty seed "
