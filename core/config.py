@@ -65,10 +65,10 @@ class EngineConfig(_Values):
     tensor_parallel: int = Field(
         1, ge=1, le=64, description="processes (ranks) that compute one worker's model together, each with its share of heads"
     )
-    rank_sums: Literal["auto", "memory", "gloo"] = Field(
+    rank_sums: Literal["auto", "memory", "gloo", "nccl"] = Field(
         "auto",
-        description="how ranks add up what each computed; auto: in shared memory where each has a core, on which it spins for "
-        "a moment, else by gloo",
+        description="how ranks add up what each computed; auto: by nccl on GPUs, else in shared memory where each has a core, "
+        "on which it spins for a moment, else by gloo",
     )
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")

@@ -16,8 +16,10 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import MLA
 from moonpool.engine.backends import Backend
+from moonpool.engine.device import described
 from moonpool.engine.families import known, recipe_of
 from moonpool.engine.fused_backend import FusedBackend
+from moonpool.engine.host_view import HostView
 from moonpool.engine.loading import ModelFacts, load_model
 from moonpool.engine.module_backend import ModuleBackend
 from moonpool.engine.page_tensor import PageTensor
@@ -36,6 +38,8 @@ class Chosen:
     backend: Backend
     torch_threads: int  # of the thread that computes
     note: str = ""  # why it is not a faster one
+    view: HostView | None = None  # what hosts see of pages that the backend keeps; None: it keeps none but those it was given
+    where: str = ""  # it computes; empty: where those pages are
 
 
 def choose(
@@ -49,12 +53,12 @@ def choose(
     ranks: Ranks | None = None,
 ) -> Chosen:
     """A backend over ``memory``, which is zero afterwards. It owns ``model``, whose weights may have moved into it, and
-    ``ranks``, which compute with this process; None: it computes alone.
+    ``ranks``, which compute with this process; None: it computes alone. With ranks both are the host's.
 
     ConfigError where the one that the configuration names cannot serve this model on this machine.
     """
     asked = config.engine.backend
-    if asked == "triton" or (asked == "auto" and memory.device.type == "cuda"):
+    if ranks is None and (asked == "triton" or (asked == "auto" and memory.device.type == "cuda")):
         return _triton(config, model_dir, model, facts, memory, threads)
     plain = Chosen(ModuleBackend(model, memory), threads)
     if asked == "torch":
@@ -71,7 +75,7 @@ def choose(
         chosen = _fastest(config, recipe, memory, threads, own_threads)
     else:
         chosen = _on_ranks(recipe, memory, threads, ranks)
-    what = disagreement(trial.answers(chosen.backend), want, memory)
+    what = disagreement(trial.answers(chosen.backend), want, memory, None if ranks is None else ranks.keeping.kept)
     if what is None:
         return chosen
     name = chosen.backend.name
@@ -97,16 +101,11 @@ def _fastest(config: Config, recipe: Recipe, memory: PageTensor, threads: int, o
 def _triton(
     config: Config, model_dir: Path, model: torch.nn.Module, facts: ModelFacts, memory: PageTensor, threads: int
 ) -> Chosen:
-    try:  # said so late, because its modules take a second to load, and the package is for Linux only
-        from moonpool.engine.triton.backend import unusable
-        from moonpool.engine.triton.making import triton_backend
-    except ImportError as e:
-        raise cannot_serve("triton", f"it does not load here ({e}); PyTorch's CUDA build brings the package triton") from e
-    reason = unusable(memory.device)
-    if reason is not None:
-        raise cannot_serve("triton", reason)
+    _require_triton(memory.device)
     reference = plain_memory(memory)
     want = Trial(reference, facts).answers(ModuleBackend(model, reference))
+    from moonpool.engine.triton.making import triton_backend
+
     backend = triton_backend(config.engine, model, facts, memory)
     what = disagreement(Trial(memory, facts).answers(backend), want, memory)
     if what is None:
@@ -118,12 +117,27 @@ def _triton(
     return Chosen(ModuleBackend(load_model(config, model_dir, memory.device)[0], memory), threads, f"triton: {what}")
 
 
+def _require_triton(device: torch.device) -> None:
+    try:  # said so late, because its modules take a second to load, and the package is for Linux only
+        from moonpool.engine.triton.backend import unusable
+    except ImportError as e:
+        raise cannot_serve("triton", f"it does not load here ({e}); PyTorch's CUDA build brings the package triton") from e
+    reason = unusable(device)
+    if reason is not None:
+        raise cannot_serve("triton", reason)
+
+
 def _on_ranks(recipe: Recipe, memory: PageTensor, threads: int, ranks: Ranks) -> Chosen:
     reason = unfit_for_ranks(recipe, ranks.count + 1)
     if reason is not None:
         raise cannot_share(reason)
-    note = f"tensor parallel on {ranks.count + 1} ranks; not compiled: it computes on one"
-    return Chosen(ParallelBackend(recipe, memory, ranks, threads), threads, note)
+    keeping, size = ranks.keeping, ranks.count + 1
+    if keeping.attention == "triton":
+        _require_triton(keeping.device_of(0))
+    note = f"tensor parallel on {size} ranks" + ("" if keeping.kind == "cuda" else "; not compiled: it computes on one")
+    backend = ParallelBackend(recipe, memory, ranks, threads)
+    where = keeping.described(described(keeping.device_of(0), keeping.kept), size)
+    return Chosen(backend, threads, note, backend.view, where)
 
 
 def _compiled(config: Config, recipe: Recipe, memory: PageTensor, threads: int) -> Chosen | str:

@@ -25,7 +25,10 @@ def device_of(config: Config) -> torch.device:
     trouble = None if asked == "cpu" else cuda_trouble(config)
     if asked == "cuda" and trouble is not None:
         raise ConfigError(f"engine.device: 'cuda' cannot be used: {trouble}; use auto or cpu", param="engine.device")
-    device = CPU if asked == "cpu" or trouble is not None else torch.device("cuda", torch.cuda.current_device())
+    ranks = config.engine.tensor_parallel
+    device = CPU
+    if asked != "cpu" and trouble is None:
+        device = torch.device("cuda", torch.cuda.current_device() if ranks == 1 else 0)
     kept, backend = config.engine.kv_dtype, config.engine.backend
     if kept != "auto" and backend != "triton" and not (backend == "auto" and device.type == "cuda"):
         raise ConfigError(
@@ -48,8 +51,8 @@ def cuda_trouble(config: Config) -> str | None:
         return "torch is a CPU build" if built is None else f"torch {torch.__version__} sees no GPU"
     if find_spec("triton") is None:
         return "the package triton, whose kernels attend there, is not installed"
-    if config.engine.tensor_parallel > 1:
-        return f"engine.tensor_parallel is {config.engine.tensor_parallel}, and ranks share page memory of the host"
+    if config.engine.tensor_parallel > torch.cuda.device_count():
+        return f"engine.tensor_parallel is {config.engine.tensor_parallel}, and torch sees {torch.cuda.device_count()} GPUs"
     if config.engine.backend not in ("auto", "triton"):
         return f"engine.backend {config.engine.backend!r} computes on CPUs"
     return None
@@ -76,14 +79,18 @@ def available(device: torch.device) -> int:
 
 def view_of(memory: PageTensor) -> HostView:
     """The pages themselves where they are canonical and the host's; else a second memory beside them, pinned for a GPU."""
-    on_gpu = memory.device.type == "cuda"
-    if not on_gpu and memory.exponents is None:
+    if memory.device.type == "cpu" and memory.exponents is None:
         return OwnMemory(memory)
     layout = memory.layout
-    host = torch.zeros((memory.pages, layout.layers, layout.slice_bytes), dtype=torch.uint8)
-    if on_gpu:
-        _lock_pages(host)
-    return StagedView(memory, _packing(memory), CudaLanes(memory.device) if on_gpu else HostLanes(), host)
+    return staged_view(memory, torch.zeros((memory.pages, layout.layers, layout.slice_bytes), dtype=torch.uint8))
+
+
+def staged_view(memory: PageTensor, host: torch.Tensor, heads: range | None = None) -> StagedView:
+    """Over ``host``, uint8 [pages, layers, slice_bytes] of all heads, of which ``memory`` keeps ``heads``; None: all."""
+    if memory.device.type == "cpu":
+        return StagedView(memory, _packing(memory), HostLanes(), host, heads)
+    _lock_pages(host)
+    return StagedView(memory, _packing(memory), CudaLanes(memory.device), host, heads)
 
 
 def _lock_pages(host: torch.Tensor) -> None:
@@ -100,6 +107,8 @@ def _lock_pages(host: torch.Tensor) -> None:
 
 
 def _packing(memory: PageTensor) -> Packing:
+    if memory.device.type == "cpu" and memory.exponents is None:
+        return TorchPacking(memory)
     try:
         from moonpool.engine.triton.packing import TritonPacking
     except ImportError:

@@ -25,7 +25,7 @@ from moonpool.engine.device import described, device_of, view_of
 from moonpool.engine.guides import Guides
 from moonpool.engine.host_view import HostView, OwnMemory
 from moonpool.engine.loading import MemoryBudget, load_model, memory_budget
-from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.page_tensor import CPU, PageTensor
 from moonpool.engine.pages import PagePool
 from moonpool.engine.prompt_scores import PromptScores
 from moonpool.engine.scoring import score
@@ -87,7 +87,7 @@ class Engine:
         self.layout = memory.layout
         self.backend_name = chosen.backend.name
         self.backend_note = chosen.note
-        self.device_note = described(memory.device, memory.kept)
+        self.device_note = chosen.where or described(memory.device, memory.kept)
         self.lost = lost
         self.max_context = max_context
         self.vocab_size = vocab_size
@@ -203,7 +203,7 @@ def load_engine(
 
     ``threads``: of PyTorch's kernels; ``own_threads``: of a backend that has its own, as many where not given. ``pages``
     overrides the configuration; ``cache`` keeps model fingerprints (default: the user's cache folder).
-    ``make_view`` says what hosts see of the pages.
+    ``make_view`` says what hosts see of the pages, unless ranks keep them apart.
     """
     require_fit(config)
     budget = memory_budget(config, model_dir, pages=pages)
@@ -231,11 +231,13 @@ def _load(
     # Loading stays out of OpenMP: a second team of threads beside the compute thread's own makes both yield instead of spin.
     torch.set_num_threads(1)
     device, kept = device_of(config), config.engine.kv_dtype
+    if ranks is not None:
+        device = CPU  # from where each rank gets its part of the weights; this one, too
     model, facts = load_model(config, model_dir, device)
     fingerprint = kept_as(model_fingerprint(model_dir, cache), kept)
     layout = facts.shape.layout(fingerprint, config.model.dtype, config.engine.block_tokens)
     shared = None if ranks is None else ranks.share_pages(budget.pages * layout.block_bytes)
-    memory = PageTensor(layout, budget.pages, memory=shared, device=device, kept=kept)
+    memory = PageTensor(layout, budget.pages, memory=shared, device=device, kept=kept if ranks is None else "auto")
     with device:  # what is made without saying where
         if config.model.adapters:
             chosen, adapters = choose_adapted(config, model_dir, model, facts, memory, threads, cache)
@@ -251,6 +253,6 @@ def _load(
         guides=Guides(model_dir, facts.vocab_size, facts.eos_ids),
         hit_quantum=hit_quantum(config.security.min_hit_tokens, config.engine.block_tokens),
         lost=None if ranks is None else ranks.lost,
-        view=make_view(memory),
+        view=make_view(memory) if chosen.view is None else chosen.view,
         adapters=adapters,
     )

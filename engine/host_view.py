@@ -93,11 +93,16 @@ class OwnMemory:
 class StagedView:
     """Two memories of each page. ``step`` is for one thread at a time, the rest from any."""
 
-    def __init__(self, memory: PageTensor, packing: Packing, lanes: Lanes, host: torch.Tensor) -> None:
-        """``host``: uint8 [pages, layers, slice_bytes], pinned where the pages are a GPU's."""
+    def __init__(
+        self, memory: PageTensor, packing: Packing, lanes: Lanes, host: torch.Tensor, heads: range | None = None
+    ) -> None:
+        """``host``: uint8 [pages, layers, slice_bytes], pinned where the pages are a GPU's. ``heads``: which of its K/V heads
+        ``memory`` keeps, and nothing else is read or written there; None: all."""
         self.bytes: NDArray[np.uint8] = host.numpy()
         self.in_device = _in_device(memory)
-        self._memory, self._packing, self._lanes, self._host = memory, packing, lanes, host
+        self._memory, self._packing, self._lanes, self._whole = memory, packing, lanes, host
+        self._host = _stripes(host, heads, memory.layout.block_tokens * memory.layout.row_bytes)
+        self._own_bytes: NDArray[np.uint8] = self._host.numpy()
         self._coming_in = threading.Lock()  # marks are noted in the order of the lane
         self._lock = threading.Lock()  # all below
         self._behind = np.zeros(memory.pages, dtype=np.bool_)
@@ -151,10 +156,11 @@ class StagedView:
         chosen = list(pages)
 
         def copy() -> None:
-            data = torch.empty((len(chosen), self._host.shape[2]), dtype=torch.uint8, device=self._memory.device)
+            data = torch.empty((len(chosen), *self._host.shape[2:]), dtype=torch.uint8, device=self._memory.device)
             for into, page in zip(data, chosen, strict=True):
-                into.copy_(self._host[page, layer], non_blocking=True)
-            self._packing.unpack(chosen, layer, data)
+                for to, stripe in zip(into, self._host[page, layer], strict=True):
+                    to.copy_(stripe, non_blocking=True)
+            self._packing.unpack(chosen, layer, data.view(len(chosen), -1))
 
         with self._coming_in:
             with self._lock:
@@ -195,14 +201,15 @@ class StagedView:
         """Of each page, so many tokens."""
         for layer in layers:
             packed = self._packing.pack(list(valid), layer, list(valid.values()))
-            for data, page in zip(packed, valid, strict=True):
-                self._host[page, layer].copy_(data, non_blocking=True)
+            for data, page in zip(packed.view(len(packed), *self._host.shape[2:]), valid, strict=True):
+                for to, stripe in zip(self._host[page, layer], data, strict=True):
+                    to.copy_(stripe, non_blocking=True)
 
     def copy_page(self, source: int, target: int) -> None:
         with self._lock, self._lanes.on_device():
             self._hold_came()
             self._memory.copy_page(source, target)
-            self.bytes[target] = self.bytes[source]
+            self._own_bytes[target] = self._own_bytes[source]
             self._behind[target] = self._behind[source]
             self._over = self._lanes.computed()
 
@@ -210,7 +217,7 @@ class StagedView:
         with self._lock, self._lanes.on_device():
             self._hold_came()
             self._memory.fill(pages, byte)
-            self.bytes[np.asarray(pages, dtype=np.int64)] = byte
+            self._own_bytes[np.asarray(pages, dtype=np.int64)] = byte
             self._behind[list(pages)] = False
             self._over = self._lanes.computed()
 
@@ -251,6 +258,13 @@ class _Sending:
     def settle(self) -> None:
         if self._under_way is not None:
             self._under_way[1].wait()
+
+
+def _stripes(host: torch.Tensor, heads: range | None, plane_bytes: int) -> torch.Tensor:
+    """[pages, layers, stripes, bytes]: what lies in one piece of each slice. K of some heads is one, V of them another."""
+    if heads is None:
+        return host[:, :, None]
+    return host.view(*host.shape[:2], 2, -1, plane_bytes)[:, :, :, heads.start : heads.stop].flatten(3)
 
 
 def _in_device(memory: PageTensor) -> DeviceMemory | None:

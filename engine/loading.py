@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,13 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
-from moonpool.core.layout import ITEM_BYTES, MLA
+from moonpool.core.layout import ITEM_BYTES, MLA, KVLayout
 from moonpool.core.parsing import read_json
 from moonpool.engine import attention
 from moonpool.engine.checkpoint import require_model, weight_files
 from moonpool.engine.device import available, device_of, page_bytes
 from moonpool.engine.latent_attention import page_latents
 from moonpool.engine.page_tensor import CPU
+from moonpool.engine.quantised import Kept
 from moonpool.engine.refusals import refuse
 from moonpool.engine.shape import Shape
 from moonpool.engine.support import Probe, check_calls, check_config, check_rope
@@ -107,11 +108,20 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     device, page = device_of(config), page_bytes(layout, config.engine.kv_dtype)
     count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // page
     weights = item * sum(_elements(file) for file in weight_files(model_dir))
+    ranks = (config.engine.tensor_parallel - 1) * _RANK_BYTES
+    if device.type == "cuda" and ranks:
+        return _budget_of_each(config.engine.tensor_parallel, layout, config.engine.kv_dtype, weights, count, ranks)
     if device.type == "cuda":
         return MemoryBudget(weights, count, page, available(device), layout.block_bytes, _available())
     view = 0 if config.engine.kv_dtype == "auto" else layout.block_bytes
-    ranks = (config.engine.tensor_parallel - 1) * _RANK_BYTES
     return MemoryBudget(weights, count, page, _available(), view, ranks_bytes=ranks)
+
+
+def _budget_of_each(ranks: int, layout: KVLayout, kept: Kept, weights: int, pages: int, processes: int) -> MemoryBudget:
+    """Of the fullest of ``ranks`` GPUs, each with its share; all weights go through the host, beside ``processes``' bytes."""
+    page = page_bytes(replace(layout, kv_heads=-(-layout.kv_heads // ranks)), kept)
+    least = min(available(torch.device("cuda", rank)) for rank in range(ranks))
+    return MemoryBudget(-(-weights // ranks), pages, page, least, layout.block_bytes, _available() - weights - processes)
 
 
 def _available() -> int:

@@ -10,6 +10,7 @@ from moonpool.core.blocks import blocks_for
 from moonpool.engine.backends import Backend, Span
 from moonpool.engine.loading import ModelFacts
 from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.quantised import Kept
 
 _LENGTHS = (45, 9)  # tokens; over a border of blocks and within one
 _SEED = 1
@@ -73,10 +74,13 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).square().mean().sqrt() / spread)
 
 
-def disagreement(got: torch.Tensor, want: torch.Tensor, memory: PageTensor) -> str | None:
-    """Why a backend over ``memory`` that answers ``got`` may not serve, where the module answers ``want``; None: it may."""
+def disagreement(got: torch.Tensor, want: torch.Tensor, memory: PageTensor, kept: Kept | None = None) -> str | None:
+    """Why a backend over ``memory`` that answers ``got`` may not serve, where the module answers ``want``; None: it may.
+
+    ``kept``: how pages are that it keeps beside ``memory``; None: it keeps none.
+    """
     apart = difference(got, want)
-    limit = _LIMITS[memory.layout.dtype] if memory.kept == "auto" else _LIMIT_OF_EIGHT_BITS
+    limit = _LIMITS[memory.layout.dtype] if (kept or memory.kept) == "auto" else _LIMIT_OF_EIGHT_BITS
     if apart <= limit:  # never of NaN
         return None
     return f"its logits differ from those of the model's own code by {apart:.3g} of their spread, {limit:g} is allowed"

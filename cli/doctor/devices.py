@@ -127,8 +127,9 @@ def of_device(config: Config, told: dict[str, Any]) -> Finding:
         why, fix = "torch sees no GPU", "engine.device = auto or cpu"
     elif not told["triton"]:
         why, fix = "the package triton is not installed", "pip install triton, as the CUDA build of torch wants it"
-    elif ranks > 1:
-        why, fix = f"engine.tensor_parallel is {ranks}, and ranks share page memory of the host", "engine.tensor_parallel = 1"
+    elif ranks > len(told["gpus"]):
+        why = f"engine.tensor_parallel is {ranks}, and torch sees {len(told['gpus'])} GPUs"
+        fix = f"engine.tensor_parallel = {len(told['gpus'])}"
     elif wanted == "cpu" or backend not in ("auto", "triton"):
         why, fix = f"engine.device is {wanted}, engine.backend {backend}", "engine.device and engine.backend = auto"
     else:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from moonpool.engine import kernel_cache  # noqa: F401  # before a kernel is decorated
+from moonpool.engine import kernel_cache
 from moonpool.engine.paged_numbers import fetch_add
 
 LINE_WORDS = 8  # of 8 bytes, from one word to the next: a cache line each
+
+
+class Waits(NamedTuple):
+    """Neither holds the interpreter's lock."""
+
+    all_at: Callable[[int, int, int, int], bool]
+    """``all_at(words, count, value, spins)``: whether all of ``count`` words from address ``words`` on are ``value`` or more."""
+    step_up: Callable[[int], int]
+    """``step_up(word)``: one more in the word at that address, and what it is now. What was written before is seen by then."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -55,12 +65,10 @@ def _step_up(word: Any) -> Any:
     return fetch_add(word, 1) + 1
 
 
-# Compiled, or loaded, at the first import. Neither holds the interpreter's lock.
-all_at = cast(
-    Callable[[int, int, int, int], bool],
-    njit(types.boolean(types.int64, types.int64, types.int64, types.int64), nogil=True, cache=True)(_all_at),
-)
-"""``all_at(words, count, value, spins)``: whether all of ``count`` words from address ``words`` on are ``value`` or more."""
-
-step_up = cast(Callable[[int], int], njit(types.int64(types.int64), nogil=True, cache=True)(_step_up))
-"""``step_up(word)``: one more in the word at that address, and what it is now. What was written before is seen by then."""
+@cache
+def waits() -> Waits:
+    """Compiled, or loaded, by the first call: what a worker without further ranks imports is to compile nothing."""
+    all_at = njit(types.boolean(types.int64, types.int64, types.int64, types.int64), nogil=True, cache=True)
+    step_up = njit(types.int64(types.int64), nogil=True, cache=True)
+    with kernel_cache.compiling():
+        return Waits(all_at(_all_at), step_up(_step_up))

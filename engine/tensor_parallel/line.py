@@ -25,23 +25,29 @@ from moonpool.engine.recipe import Experts, Layer, Projection, Recipe, Rotary
 _HEAD = struct.Struct("<II")  # kind, bytes of the record
 _RECORD, _STEP, _END = 1, 2, 3
 _MOST_RECORD = 4 << 20
-_COUNTS = struct.Struct("<IIII")  # of a step: tokens, rows, page numbers, wanted
+_COUNTS = struct.Struct("<IIIIII")  # of a step: tokens, rows, page numbers, wanted; brings, sends
 _MOST_COUNT = 1 << 26
 _MOST_TENSOR = 1 << 40
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (Recipe, Layer, Projection, Experts, Rotary)}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-Sums = Literal["memory", "gloo"]
+Sums = Literal["memory", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all ranks compute together. ``x`` [tokens, hidden]: the embedded ids."""
+    """What all ranks compute together. ``x`` [tokens, hidden]: the embedded ids.
+
+    ``brings``: slices may come in while it is computed, before their layer. ``sends``: what it writes goes to the host's view,
+    layer by layer. Both are for ranks that keep pages of their own.
+    """
 
     spans: tuple[Span, ...]
     wanted: tuple[int, ...]
     x: torch.Tensor
+    brings: bool = False
+    sends: bool = False
 
 
 class Line:
@@ -99,11 +105,11 @@ class Line:
         tables = [span.table for span in step.spans]
         numbers = [(span.first, span.count, span.start, len(span.table)) for span in step.spans]
         rows = np.array(numbers, dtype=np.int64).reshape(-1)
-        counts = (len(step.x), len(tables), sum(len(table) for table in tables), len(step.wanted))
+        counts = (len(step.x), len(tables), sum(len(table) for table in tables), len(step.wanted), step.brings, step.sends)
         arrays = (rows, *tables, np.array(step.wanted, dtype=np.int64))
         body = b"".join((_COUNTS.pack(*counts), *(array.tobytes() for array in arrays)))
         self._end.sendall(_HEAD.pack(_STEP, len(body)) + body)
-        self._end.sendall(_bytes(step.x.contiguous()))
+        self._end.sendall(_bytes(step.x.cpu().contiguous()))
 
     def send_end(self) -> None:
         self._end.sendall(_HEAD.pack(_END, 0))
@@ -116,7 +122,7 @@ class Line:
             return None
         if kind == _END:
             return None
-        tokens, rows, pages, wanted = counts = _COUNTS.unpack(self._exactly(_COUNTS.size))
+        tokens, rows, pages, wanted, brings, sends = counts = _COUNTS.unpack(self._exactly(_COUNTS.size))
         if kind != _STEP or max(counts) > _MOST_COUNT:
             raise Bug(f"a step was expected, kind {kind} with {counts} came")
         numbers = self._numbers(4 * rows).reshape(rows, 4)
@@ -125,7 +131,8 @@ class Line:
             Span(int(first), int(count), int(start), table)
             for (first, count, start, _), table in zip(numbers, tables, strict=True)
         )
-        return Step(spans, tuple(self._numbers(wanted).tolist()), self._tensor((tokens, hidden), dtype))
+        ids = tuple(self._numbers(wanted).tolist())
+        return Step(spans, ids, self._tensor((tokens, hidden), dtype), bool(brings), bool(sends))
 
     def _numbers(self, count: int) -> NDArray[np.int64]:
         return np.frombuffer(self._exactly(8 * count), dtype=np.int64)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from moonpool.engine.tensor_parallel.awaiting import LINE_WORDS, all_at, step_up
+from moonpool.engine.tensor_parallel.awaiting import LINE_WORDS, waits
 from moonpool.engine.tensor_parallel.meeting import Parted
 
 PIECE_BYTES = 256 << 10  # stays in a core's cache between two ranks
@@ -31,7 +31,7 @@ class MemoryGroup:
     def __init__(self, memory: torch.Tensor, rank: int, ranks: int, timeout_s: float, parted: Callable[[], bool]) -> None:
         """``memory``: uint8 [``group_bytes``], mapped by all. ``parted``: whether another rank is known to be gone."""
         self._rank, self._ranks, self._timeout_s, self._parted = rank, ranks, timeout_s, parted
-        self._memory = memory
+        self._memory, self._waits = memory, waits()
         self._words = memory.data_ptr()
         self._own_word = self._words + 8 * LINE_WORDS * rank
         self._places = memory[8 * LINE_WORDS * ranks :].view(2, ranks, PIECE_BYTES)
@@ -61,7 +61,7 @@ class MemoryGroup:
         turn = self._arrived() & 1
         places = self._places[turn].view(piece.dtype)[:, : len(piece)]
         places[self._rank].copy_(piece)
-        self._wait(step_up(self._own_word))
+        self._wait(self._waits.step_up(self._own_word))
         return places
 
     def _arrived(self) -> int:
@@ -69,10 +69,10 @@ class MemoryGroup:
         return int(self._memory[: 8 * LINE_WORDS * self._ranks].view(torch.int64)[LINE_WORDS * self._rank])
 
     def _wait(self, meeting: int) -> None:
-        if all_at(self._words, self._ranks, meeting, _SPINS):
+        if self._waits.all_at(self._words, self._ranks, meeting, _SPINS):
             return
         until = time.monotonic() + self._timeout_s
-        while not all_at(self._words, self._ranks, meeting, 1):
+        while not self._waits.all_at(self._words, self._ranks, meeting, 1):
             if self._parted():
                 raise Parted("another rank has ended")
             if time.monotonic() > until:

@@ -9,17 +9,18 @@ import socket
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moonpool.core.layout import KVLayout
-from moonpool.engine.fused_backend import FusedBackend
-from moonpool.engine.page_tensor import PageTensor
-from moonpool.engine.paged_kernels import compiled_attention
 from moonpool.engine.recipe import Recipe
 from moonpool.engine.tensor_parallel.groups import group_of
+from moonpool.engine.tensor_parallel.keeping import Keeping, enter, placed
 from moonpool.engine.tensor_parallel.line import Line, Step, Sums
 from moonpool.engine.tensor_parallel.meeting import Meeting, Stopped
+from moonpool.engine.tensor_parallel.moves import Mover
+from moonpool.engine.tensor_parallel.part import part_of
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 
 
@@ -38,33 +39,46 @@ class Start:
     columns: int  # logits of one token that each rank computes
     sums: Sums
     timeout_s: float
+    keeping: dict[str, Any]
 
 
 class Rank:
     def __init__(self, line: Line, start: Start) -> None:
         self._line = line
+        keeping = Keeping(**start.keeping)
+        device = keeping.device_of(start.rank)
+        enter(device)
         layout = KVLayout(**start.layout)  # type: ignore[arg-type]
         shared = SharedPages(line.received_fd(), start.pages * layout.block_bytes, start.ranks)
         shared.close()
-        recipe: Recipe = line.part()
-        recipe = replace(recipe, layers=tuple(line.part() for _ in range(start.layers)))
-        compiled_attention(layout.dtype)
+        moves = socket.socket(fileno=line.received_fd()) if keeping.apart else None
+        recipe: Recipe = placed(line.part(), device)
+        recipe = replace(recipe, layers=tuple(placed(line.part(), device) for _ in range(start.layers)))
         folder = Path(start.folder) if start.folder else None
-        group = group_of(start.sums, shared.meeting, folder, start.rank, start.ranks, start.timeout_s, line.ended)
+        group = group_of(start.sums, shared.meeting, folder, start.rank, start.ranks, start.timeout_s, line.ended, device)
         self._hidden, self._dtype = recipe.hidden, recipe.dtype
-        self._meeting = Meeting(group, start.layers, recipe.hidden, start.columns, recipe.dtype)
-        memory = PageTensor(layout, start.pages, memory=shared.bytes, heads=range(*start.kv_heads))
-        self._part = FusedBackend(recipe, memory, reduce=self._meeting.sum)
+        self._meeting = Meeting(
+            group, start.layers, recipe.hidden, start.columns, recipe.dtype, device=device, apart=keeping.apart
+        )
+        heads = range(*start.kv_heads)
+        self._part = part_of(recipe, keeping, start.rank, layout, shared.bytes, heads, self._meeting)
+        self._mover = None
+        if moves is not None and self._part.view is not None:
+            self._mover = Mover(moves, self._part.view, device)
         line.send_record({"ready": start.rank})
 
     def run(self) -> None:
-        while step := self._line.step(self._hidden, self._dtype):
-            self._compute(step)
+        try:
+            while step := self._line.step(self._hidden, self._dtype):
+                self._compute(step)
+        finally:
+            if self._mover is not None:
+                self._mover.close()
 
     def _compute(self, step: Step) -> None:
-        self._meeting.begin(len(step.x), len(step.wanted))
+        self._meeting.begin(len(step.x), len(step.wanted), sends=step.sends)
         try:
-            x = self._part.through_layers(step.x, step.spans, None, None)
+            x = self._part.through_layers(step.x, step)
             if step.wanted:
                 self._meeting.gather(self._part.logits(x, step.wanted))
         except Stopped:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from moonpool.core.errors import ConfigError, PeerSilent
+from moonpool.engine.tensor_parallel.keeping import TOGETHER, Keeping
 from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 
@@ -33,17 +34,21 @@ _MODULE = "moonpool.engine.tensor_parallel"
 
 def meeting_folder(sums: Sums) -> Path | None:
     """Where ranks find one another, mode 0700; None: they share memory, and have no need to."""
-    return Path(tempfile.mkdtemp(prefix="moonpool-ranks-")) if sums == "gloo" else None
+    return None if sums == "memory" else Path(tempfile.mkdtemp(prefix="moonpool-ranks-"))
 
 
 class Ranks:
-    """Ranks 1 and above of one worker. ``lost`` has a result once one has ended by itself: which, and how."""
+    """Ranks 1 and above of one worker. ``lost`` has a result once one has ended by itself: which, and how.
 
-    def __init__(self, count: int, sums: Sums, command: Sequence[str]) -> None:
-        self.count, self.sums = count, sums
+    ``moves``: a second line to each, where they keep pages apart.
+    """
+
+    def __init__(self, count: int, sums: Sums, keeping: Keeping, command: Sequence[str]) -> None:
+        self.count, self.sums, self.keeping = count, sums, keeping
         self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
+        self.moves: list[Line] = []
         self.pages: SharedPages | None = None
         self.pids: list[int] = []
         self._command = tuple(command)
@@ -55,9 +60,9 @@ class Ranks:
         self._keeper.start()
 
     @classmethod
-    def start(cls, count: int, sums: Sums) -> Ranks:
+    def start(cls, count: int, sums: Sums, keeping: Keeping = TOGETHER) -> Ranks:
         """``count`` ranks beside this process, rank 0, that add up by ``sums``. ConfigError where one cannot be started."""
-        ranks = cls(count, sums, (sys.executable, "-m", _MODULE))
+        ranks = cls(count, sums, keeping, (sys.executable, "-m", _MODULE))
         try:
             ranks._started.result()
         except OSError as e:
@@ -66,9 +71,20 @@ class Ranks:
         return ranks
 
     def share_pages(self, size: int) -> torch.Tensor:
-        """``size`` bytes of zeros that every rank will map. ConfigError where they cannot be had."""
+        """``size`` bytes of zeros that every rank will map: pages, or where these are ``apart`` the host's view of them.
+
+        ConfigError where they cannot be had.
+        """
         self.pages = SharedPages.create(size, self.count + 1)
         return self.pages.bytes
+
+    def open_moves(self, line: Line) -> None:
+        """One more, to the rank at the end of ``line``."""
+        ours, theirs = socket.socketpair()
+        ours.settimeout(STEP_S)
+        self.moves.append(Line(ours))
+        with theirs:
+            line.send_fd(theirs.fileno())
 
     def require(self) -> None:
         """PeerSilent where a rank has ended."""
@@ -84,7 +100,7 @@ class Ranks:
         return PeerSilent(self.lost.result())
 
     def remove_folder(self) -> None:
-        """All have found one another."""
+        """All have found one another, and need it no longer."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -98,7 +114,7 @@ class Ranks:
                 pass  # it has ended
         os.close(self._woken)
         self._keeper.join()
-        for line in self.lines:
+        for line in (*self.lines, *self.moves):
             line.close()
         os.close(self._wake)
         if self.pages is not None:

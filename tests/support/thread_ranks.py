@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from moonpool.engine.tensor_parallel import start
+from moonpool.engine.tensor_parallel.keeping import Keeping
 from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.rank import Rank, Start
 from moonpool.engine.tensor_parallel.ranks import Ranks, meeting_folder
@@ -20,11 +22,12 @@ from moonpool.engine.tensor_parallel.ranks import Ranks, meeting_folder
 class ThreadRanks(Ranks):
     """``made`` are the ranks 1 and above, once they have their weights."""
 
-    def __init__(self, count: int, sums: Sums) -> None:
-        self.count, self.sums = count, sums
+    def __init__(self, count: int, sums: Sums, keeping: Keeping) -> None:
+        self.count, self.sums, self.keeping = count, sums, keeping
         self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
+        self.moves: list[Line] = []
         self.pids: list[int] = []
         self.pages = None
         self.made: dict[int, Rank] = {}
@@ -58,20 +61,25 @@ class ThreadRanks(Ranks):
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()
+        for line in self.moves:
+            line.close()
         if self.pages is not None:
             self.pages.close()
         self.remove_folder()
 
 
 @contextmanager
-def ranks_in_threads() -> Iterator[Callable[[], ThreadRanks]]:
-    """Engines loaded meanwhile have their ranks in threads; the function gives the newest. All are closed in the end."""
+def ranks_in_threads(*, apart: bool = False) -> Iterator[Callable[[], ThreadRanks]]:
+    """Engines loaded meanwhile have their ranks in threads; the function gives the newest. All are closed in the end.
+
+    ``apart``: each rank keeps pages of its own, as on GPUs.
+    """
     made: list[ThreadRanks] = []
 
     class Starting(ThreadRanks):
         @classmethod
-        def start(cls, count: int, sums: Sums) -> ThreadRanks:
-            made.append(ThreadRanks(count, sums))
+        def start(cls, count: int, sums: Sums, keeping: Keeping) -> ThreadRanks:
+            made.append(ThreadRanks(count, sums, replace(keeping, apart=True) if apart else keeping))
             return made[-1]
 
     with pytest.MonkeyPatch.context() as patched:
