@@ -21,7 +21,7 @@ class Waits(NamedTuple):
     """Neither holds the interpreter's lock."""
 
     all_at: Callable[[int, int, int, int], bool]
-    """``all_at(words, count, value, spins)``: whether all of ``count`` words from address ``words`` on are ``value`` or more."""
+    """``all_at(words, count, value, spins)``: whether all ``count`` words from address ``words`` on are ``value`` or more."""
     step_up: Callable[[int], int]
     """``step_up(word)``: one more in the word at that address, and what it is now. What was written before is seen by then."""
 

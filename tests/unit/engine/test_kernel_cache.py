@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import time
@@ -12,6 +13,7 @@ import numba
 import pytest
 
 from moonpool.engine.kernel_cache import compiling, kept, kernel_folder, use_kernel_cache, what_to_wait_for
+from moonpool.engine.tensor_parallel import awaiting
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +34,13 @@ def test_a_first_start_says_what_it_waits_for_and_later_ones_say_nothing(tmp_pat
     (folder / "step_1").mkdir()
     (folder / "step_1" / "step.run.nbi").touch()
     assert what_to_wait_for() == ""
+
+
+def test_importing_what_ranks_meet_by_compiles_nothing(tmp_path: Path) -> None:
+    """Every worker does, before it says what it waits for."""
+    folder = use_kernel_cache(tmp_path)
+    importlib.reload(awaiting)
+    assert what_to_wait_for() != "" and not any(folder.glob("*/*"))
 
 
 def test_where_kernels_cannot_be_kept_every_start_says_so(tmp_path: Path) -> None:
