@@ -17,7 +17,7 @@ from moonpool.cluster.leaving import landings_ended, workers_gone
 from moonpool.cluster.membership import Membership
 from moonpool.cluster.models import kv_layout, local_model
 from moonpool.cluster.process import Made, Say
-from moonpool.cluster.sharing import decided, own_threads
+from moonpool.cluster.sharing import decided, own_threads, turns
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import key_id, load_hash_key
 from moonpool.core.config import Config
@@ -125,6 +125,7 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
             "device": engine.device_note,
             "dtype": config.model.dtype,
             "model": str(spec.model_dir),
+            "turns": turns(config),
         },
     )
     start = await asyncio.to_thread(_worker_start, spec.role, config)

@@ -8,10 +8,12 @@ between steps: there everybody has all cores, in turns (``core.permit``).
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from moonpool.cluster.control_group import Group, control_group
 from moonpool.core.config import Config
 from moonpool.core.ids import Role
+from moonpool.engine.permit import permit_folder
 
 OWN_THREADS = "compiled"  # the backend whose threads are its own
 ENOUGH_CORES = 4  # for each worker: then nobody feels the others
@@ -55,6 +57,22 @@ def advice(config: Config, here: int) -> str | None:
     if not split or config.engine.threads or here >= ENOUGH_CORES * workers:
         return None
     return f"{workers} workers share {here} cores; on one machine `moonpool up --role both` answers sooner"
+
+
+def turns(config: Config) -> str:
+    """A name for the cores that a worker takes turns with, the same for all that do so with it; empty: it takes no turns.
+
+    ``config`` as ``decided``. Workers of one kernel may be in containers with cores and a folder of their own.
+    """
+    if config.engine.permit != "on":
+        return ""
+    folder = permit_folder(config.state_dir(Path.home()))
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError:  # who takes the first turn there says what is wrong
+        return ""
+    return f"{folder.name}-{found.st_dev:x}-{found.st_ino:x}"
 
 
 def decided(config: Config, backend: str) -> Config:

@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moonpool.core.ids import MemberId, NodeId, Role
+from moonpool.core.layout import KVLayout
 from moonpool.core.membership import LiveAttempt, Member, WorkerReport
 from moonpool.core.placement import WorkerRef
 from moonpool.scheduler.bookings import Coming
 from moonpool.scheduler.decode_courses import DecodeCourses
 from moonpool.scheduler.decode_forecast import Ahead, DecodeForecast
-from moonpool.scheduler.estimates import Fit, PrefillEstimate, StepEstimate
+from moonpool.scheduler.estimates import Fit, PrefillEstimate, Speed, StepEstimate
 from moonpool.scheduler.prefill_queue import PrefillQueues, Waiting
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Kind = tuple[Role, KVLayout, str, str, str]  # with engine, device and dtype
 
 UNLIMITED = 1 << 62
 NO_BIT = -1  # the row holds nothing in that index; as a subscript it finds the last entry, which is 0
@@ -39,8 +41,17 @@ class Worker:
     last_chosen: int = 0  # placement number
     prefill: PrefillEstimate = field(default_factory=PrefillEstimate)
     step: StepEstimate = field(default_factory=StepEstimate)
+    speed: Speed = field(default_factory=Speed)  # compared with all of its kind
     waiting: list[Waiting] = field(default_factory=list)  # prefills it reported and has not begun
     free_at: float = 0.0  # when the one it computes will be done
+
+    @property
+    def kind(self) -> Kind | None:
+        """Workers of one kind take equally long for a prompt, as far as they say what they are; None: it does not say."""
+        m, told = self.member, self.member.details
+        if m.layout is None or not told.get("engine"):
+            return None
+        return m.role, m.layout, told["engine"], told.get("device", ""), told.get("dtype", "")
 
     @property
     def ref(self) -> WorkerRef:
@@ -101,6 +112,7 @@ class Board:
         self.row: dict[MemberId, int] = {w.member.id: i for i, w in enumerate(self.workers)}
         self.names = tuple(w.member.id for w in self.workers)
         self.nodes = tuple(w.member.node for w in self.workers)
+        self.turns = tuple(w.member.details.get("turns", "") for w in self.workers)  # equal ones share cores; empty: none do
         n = len(self.workers)
         self.numbers: Ints = np.arange(n)
         roles = [w.member.role for w in self.workers]

@@ -35,6 +35,8 @@ REFIT_SHARE = 4  # a fit is made anew after a quarter as many measurements again
 REFIT_MOST = 48  # but at the latest after so many,
 SURPRISES = 8  # or when so many more lay outside its bounds than a well-made fit lets through
 SEED_WEIGHT = 0.5  # of a seed, in measurements: it decides what they leave open, and soon nothing
+NEWEST = 16  # jobs of one worker that say how fast it is,
+EVEN = 8  # beside so many that took as long as those like it take: fewer say nothing
 LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)  # of ``Fit.ratios``
 UNKNOWN = (0.2, 0.3, 0.6, 1.0, 1.7, 3.0, 5.0)  # ratios of a seed nobody has checked yet
 
@@ -51,6 +53,9 @@ class Fit:
     reach: float
     sure: bool
     ratios: tuple[float, ...] = UNKNOWN
+
+    def times(self, factor: float) -> Fit:
+        return replace(self, coefficients=tuple(factor * c for c in self.coefficients))
 
     def ratio(self, level: float) -> float:
         """Measured over estimated seconds: the quantile at ``level``, from 0.05 to 0.95."""
@@ -182,15 +187,45 @@ class PrefillEstimate:
         self._online = OnlineFit(self.GUESS, seed)
 
     def add(self, timing: PrefillTiming) -> None:
-        n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
-        loaded = timing.loaded_tokens or (p if timing.load_seconds > 0.0 else 0)
-        seconds = timing.seconds - max(timing.fetch_seconds, 0.0)  # what came from other nodes, ``links`` predicts
-        self._online.add((1.0, float(n - p), float(n * n - p * p), float(loaded)), seconds, n - p)
+        features, seconds = _prefill_job(timing)
+        self._online.add(features, seconds, features[1])
 
     @property
     def fit(self) -> Fit:
         """Four coefficients (a, b, c, d); reach in computed tokens."""
         return self._online.fit
+
+
+def _prefill_job(timing: PrefillTiming) -> tuple[tuple[float, ...], float]:
+    """Features, and the seconds that are the worker's own."""
+    n, p = timing.prompt_tokens, min(timing.cached_tokens, timing.prompt_tokens)
+    loaded = timing.loaded_tokens or (p if timing.load_seconds > 0.0 else 0)
+    seconds = timing.seconds - max(timing.fetch_seconds, 0.0)  # what came from other nodes, ``links`` predicts
+    return (1.0, float(n - p), float(n * n - p * p), float(loaded)), seconds
+
+
+class Speed:
+    """How many times as long a worker takes as all that are like it: the median of its newest jobs.
+
+    What such workers take is fitted on the jobs of all of them. Fitted each on its own, equal workers would differ wherever
+    their few jobs leave a fit open, and everything would go to the one that is thought to be faster.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._jobs: deque[tuple[tuple[float, ...], float]] = deque(maxlen=NEWEST)
+
+    def add(self, timing: PrefillTiming) -> None:
+        """Impossible values are skipped, as in a fit."""
+        features, seconds = _prefill_job(timing)
+        if PLAUSIBLE_S[0] <= seconds <= PLAUSIBLE_S[1]:
+            self._jobs.append((features, seconds))
+
+    def compare(self, fit: Fit) -> None:
+        """``fit``: of all that are like it."""
+        likely = [sum(c * f for c, f in zip(fit.coefficients, features, strict=True)) for features, _ in self._jobs]
+        ratios = [seconds / max(each, 1e-9) for each, (_, seconds) in zip(likely, self._jobs, strict=True)]
+        self.factor = float(np.median([*ratios, *(1.0,) * EVEN]))
 
 
 class StepEstimate:

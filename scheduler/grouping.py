@@ -55,12 +55,19 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
 
 
 def _helpers(asked: Asked, choice: Choice, within_s: float) -> list[int]:
-    """Who could help, soonest free first, but for one each for those who go before this prompt and wait on."""
+    """Who could help, soonest free first, but for one each for those who go before this prompt and wait on. Of those who take
+    turns with the cores of a host only one is of use."""
     board = asked.board
     free: Floats = np.maximum(board.busy_until - asked.now, 0.0)
     (rows,) = (asked.prefills & board.split & (free <= within_s + TIE_S)).nonzero()
     order = np.lexsort((board.last_chosen[rows], free[rows]))
-    able = [row for row in rows[order].tolist() if row != choice.prefill]
+    able: list[int] = []
+    cores = {board.turns[choice.prefill]}
+    for row in rows[order].tolist():
+        mine = board.turns[row]
+        if row != choice.prefill and (not mine or mine not in cores):
+            cores.add(mine)
+            able.append(row)
     return able[asked.others :]
 
 

@@ -12,11 +12,11 @@ from moonpool.scheduler.board import NO_BIT, Board, Worker, seconds_of
 from moonpool.scheduler.bookings import Booking, Ledger
 from moonpool.scheduler.costs import Soon, shared_blocks
 from moonpool.scheduler.decode_courses import DecodeCourses
-from moonpool.scheduler.estimates import Fit, PrefillEstimate, Seeds, StepEstimate
+from moonpool.scheduler.estimates import Fit, Seeds
+from moonpool.scheduler.learned import WORKER_ROLES, Learned
 from moonpool.scheduler.prefill_queue import PrefillQueues, Rule, Waiting
 from moonpool.scheduler.prefix_index import Applied, PrefixIndex
 
-WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
 SWEPT_PER_EVENT = 2_000  # index entries: about a millisecond
 LOADED_PER_EVENT = 8_000  # index entries of a snapshot: about two milliseconds
 DEFAULT_BLOCK_TOKENS = 64  # until a member with a layout is known
@@ -33,10 +33,8 @@ class View:
         self.counts: Counter[str] = Counter()
         self._ledger = Ledger(booking_s)
         self._queues = PrefillQueues(rule) if rule is not None and rule.shortest else None
-        first = seeds or Seeds()
-        self._of_role = {role: (PrefillEstimate(first.prefill), StepEstimate(first.step)) for role in WORKER_ROLES}
-        self._spread: dict[Role, tuple[Fit, Fit]] = {}  # of a role, as the board's workers without one of their own have it
-        self.courses = DecodeCourses(self._ledger.decoding, self._step_of)
+        self._learned = Learned(seeds)
+        self.courses = DecodeCourses(self._ledger.decoding, lambda name: self._learned.step(self.workers[name]).coefficients)
         self._board: Board | None = None  # None: membership changed since
 
     @property
@@ -49,7 +47,7 @@ class View:
             self._write_bits(self._board)
             for worker in ready:
                 self._board.write(worker, self._ledger.coming(worker.member.id))
-                self._board.write_fits(worker, *self._fits(worker))
+                self._board.write_fits(worker, *self._learned.fits(worker))
                 self._write_queue(worker)
         return self._board
 
@@ -85,13 +83,14 @@ class View:
         if live and known is not None and known.member.incarnation == member.incarnation:
             known.member = member
             return
-        self.workers.pop(member.id, None)
+        if (lost := self.workers.pop(member.id, None)) is not None:
+            self._learned.forget(lost, self.workers.values())
         if self._queues is not None:
             self._queues.forget(member.id)
         self.devices.drop(member.id)
         self.courses.forget(member.id)
-        for lost in self._ledger.lose(member.id):
-            self._ended(lost)
+        for booking in self._ledger.lose(member.id):
+            self._ended(booking)
         if live:
             self.workers[member.id] = Worker(member)
 
@@ -100,16 +99,14 @@ class View:
         if worker is None or worker.member.incarnation != report.incarnation:
             self.counts["reports_ignored"] += 1
             return
-        for prefill, step in ((worker.prefill, worker.step), self._of_role[worker.member.role]):
-            for timing in report.prefills:
-                prefill.add(timing)
-            for measured in report.steps:
-                step.add(measured)
+        self._learned.learn(worker, report)
         worker.take(report, self.block_tokens)
-        fit, step_fit = self._fits(worker)
-        if self._board is not None and report.worker in self._board.row:
-            self._board.write_fits(worker, fit, step_fit)
-        self._spread_fits(worker.member.role)
+        fit, step_fit = self._learned.fits(worker)
+        if self._board is not None:
+            if report.worker in self._board.row:
+                self._board.write_fits(worker, fit, step_fit)
+            for other in self._learned.others(worker, self._board.workers):
+                self._board.write_fits(other, *self._learned.fits(other))
         for ended in self._ledger.report(report.worker, {(a.request, a.attempt) for a in report.attempts}, now):
             self.counts["bookings_ended_by_report"] += 1
             self._ended(ended)
@@ -240,31 +237,6 @@ class View:
             node = self.pool.bit_number(worker.member.node)
             board.device_bit[row] = NO_BIT if device is None else device
             board.node_bit[row] = NO_BIT if node is None else node
-
-    def _spread_fits(self, role: Role) -> None:
-        """Bring what a role has learned to its workers that have not measured enough themselves: one that has done nothing
-        yet reports nothing new, and by the first guess it would never be given anything to do."""
-        prefill, step = self._of_role[role]
-        learned = (prefill.fit, step.fit)
-        if self._board is None or self._spread.get(role) == learned:
-            return
-        self._spread[role] = learned
-        for worker in self._board.workers:
-            if not (worker.prefill.fit.sure and worker.step.fit.sure):
-                self._board.write_fits(worker, *self._fits(worker))
-
-    def _fits(self, worker: Worker) -> tuple[Fit, Fit]:
-        """Prefill and step time: the worker's own where it has measured enough, else its role's."""
-        prefill, step = self._of_role[worker.member.role]
-        if worker.member.role is Role.DECODE and not prefill.fit.sure:
-            prefill = self._of_role[Role.PREFILL][0]  # decode workers compute few prompts, on machines like theirs
-        return (
-            worker.prefill.fit if worker.prefill.fit.sure else prefill.fit,
-            worker.step.fit if worker.step.fit.sure else step.fit,
-        )
-
-    def _step_of(self, name: MemberId) -> tuple[float, ...]:
-        return self._fits(self.workers[name])[1].coefficients
 
     @property
     def idle(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from moonpool.cluster.control_group import Group
-from moonpool.cluster.sharing import advice, computing, cores, decided, own_threads, torch_threads
+from moonpool.cluster.sharing import advice, computing, cores, decided, own_threads, torch_threads, turns
 from moonpool.core.config import ClusterConfig, Config, EngineConfig, NodeConfig
 from moonpool.core.ids import Role
 
@@ -34,6 +35,19 @@ def test_several_workers_take_turns_where_their_threads_sleep_between_steps(
     nodes: tuple[NodeConfig, ...], engine: dict[str, object], backend: str, permit: str
 ) -> None:
     assert decided(config(nodes, **engine), backend).engine.permit == permit
+
+
+def test_who_takes_turns_with_the_same_cores_says_the_same(tmp_path: Path) -> None:
+    def of(folder: str, permit: str) -> str:
+        settings = config(SPLIT, permit=permit)
+        where = settings.cluster.model_copy(update={"state_dir": str(tmp_path / folder)})
+        return turns(settings.model_copy(update={"cluster": where}))
+
+    assert of("one", "off") == ""
+    assert of("one", "on") == of("one", "on") != ""
+    assert of("other", "on") != of("one", "on"), "cores of its own, in a container of the same kernel"
+    (tmp_path / "file").touch()
+    assert of("file", "on") == ""
 
 
 def test_whoever_splits_few_cores_hears_of_role_both() -> None:

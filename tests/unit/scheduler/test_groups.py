@@ -85,6 +85,20 @@ def test_who_has_the_prefix_begins_and_the_others_get_it_from_there() -> None:
     assert rest.source is Source.RECOMPUTE and placed.helpers[0].until > 40
 
 
+def test_of_workers_that_take_turns_with_the_cores_of_a_host_one_is_enough() -> None:
+    cluster = grouping(5)
+    for name, cores in (("prefill-0", "x"), ("prefill-1", "x"), ("prefill-2", "y"), ("prefill-3", "y"), ("prefill-4", "")):
+        cluster.members[name] = replace(cluster.members[name], details={"turns": cores})
+        cluster.change(name)
+    busy(cluster, "prefill-3", 50)
+    group = workers(cluster.placed("r", LONG))
+    assert len(group) == 3 and {"prefill-2", "prefill-4"} < set(group)
+    for name in ("prefill-3", "prefill-4"):
+        busy(cluster, name, 3_000)
+    cluster.finish("r")
+    assert len(workers(cluster.placed("next", LONG))) == 2
+
+
 def test_failed_and_busy_workers_do_not_help_and_who_is_soon_free_gets_less() -> None:
     cluster = grouping(4)
     placed = cluster.placed("r", LONG, attempt=2, exclude=["prefill-2"])
