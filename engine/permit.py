@@ -64,8 +64,9 @@ class PromptTurns(Protocol):
 
     def between_layers(self) -> None: ...
 
-    def pause(self) -> AbstractContextManager[None]:
-        """Around waiting for something else, within a turn."""
+    def pause(self, *, long: bool = False) -> AbstractContextManager[None]:
+        """Around waiting for something else, within a turn. ``long``: for another worker, so that other prompts of this host go
+        meanwhile, too, and may have to be waited for."""
 
     def beside(self) -> Beside:
         """The answers that run on this host now."""
@@ -90,7 +91,7 @@ class Unshared:
     def between_layers(self) -> None:
         pass
 
-    def pause(self) -> AbstractContextManager[None]:
+    def pause(self, *, long: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
     def beside(self) -> Beside:
@@ -220,6 +221,7 @@ class SharedPrompts(_Shared):
         super().__init__(folder)
         self._folder = folder
         self._prompts = TimedLock(folder / "prompts")
+        self._has_prompts = False
         self._notes: dict[str, mmap.mmap] = {}
         self._look_at = 0.0
         self._since = 0.0  # has the permit
@@ -232,7 +234,7 @@ class SharedPrompts(_Shared):
     def turn(self, slice_s: float) -> Iterator[None]:
         begun = time.monotonic()
         self._slice_s = slice_s
-        first = self._prompts.acquire(PROMPT_PATIENCE * self._chunk_s)
+        self._has_prompts = self._prompts.acquire(PROMPT_PATIENCE * self._chunk_s)
         self._look(begun)
         self._take(begun)
         got = time.monotonic()
@@ -240,8 +242,7 @@ class SharedPrompts(_Shared):
             yield
         finally:
             self._let_go()
-            if first:
-                self._prompts.release()
+            self._let_prompts()
             self._chunk_s = max(time.monotonic() - got, MOST_PATIENCE_S)
 
     def numbers(self) -> dict[str, float]:
@@ -257,11 +258,17 @@ class SharedPrompts(_Shared):
             self._take(now)
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, *, long: bool = False) -> Iterator[None]:
         self._let_go()
+        if long:
+            self._let_prompts()
         try:
             yield
         finally:
+            begun = time.monotonic()
+            if long and not self._prompts_free():
+                self._has_prompts = self._prompts.acquire(PROMPT_PATIENCE * self._chunk_s)
+                self._waited(begun)
             self._take(time.monotonic())
 
     def beside(self) -> Beside:
@@ -274,6 +281,15 @@ class SharedPrompts(_Shared):
         self._prompts.close()
         for note in self._notes.values():
             note.close()
+
+    def _prompts_free(self) -> bool:
+        self._has_prompts = self._prompts.acquire(0.0)
+        return self._has_prompts
+
+    def _let_prompts(self) -> None:
+        if self._has_prompts:
+            self._has_prompts = False
+            self._prompts.release()
 
     def _take(self, begun: float) -> None:
         """Behind every step that waits, and after ``MOST_PATIENCE_S`` in any case."""

@@ -65,6 +65,7 @@ class Job:
         self.found = Found()
         self.loads: list[Load] = []
         self.reused = 0  # tokens whose KV existed before; the workers before may have found more
+        self.asked: SpanLoad | None = None  # of the worker before, while this job waits and has no pages
         self.span: SpanLoad | None = None  # what the worker before computes
         self.one_pass = job.one_pass
         self.late: Ahead | None = None  # what should have been here before computing began
@@ -238,7 +239,7 @@ class Job:
         late = [(load, wanted) for load, wanted in loads if not load.has(layer, wanted)]
         if not late:
             return
-        with self.turns.pause():
+        with self.turns.pause(long=any(load is self.span for load, _ in late)):
             begun = time.monotonic()
             for load, wanted in late:
                 load.wait(layer, wanted)

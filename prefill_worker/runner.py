@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,6 +94,12 @@ class Runner:
         await self._spans.close()
         await asyncio.gather(*self._late, return_exceptions=True)
 
+    def ask_soon(self, work: Job) -> None:
+        """``work`` has come; where it has to wait for another one, the workers before it need not."""
+        if work.job.helpers and work.reuses and self._planner.current is not None:
+            before = work.keys[: work.job.helpers[-1].until]
+            self._spans.ask_soon(work, self._engine.pages.peek(before) if self._reuse else 0)
+
     async def _begin(self, work: Job) -> bool:
         """Pages, landing, prefix. False: not now (the job waits on), or it ended."""
         work.taken = time.monotonic()
@@ -106,13 +112,16 @@ class Runner:
         except (OutOfPages, Busy) as e:
             log.info("the job waits: %s", e)
             self._give_back(work)
+            self._spans.forgo_all()
             if not work.ended():
                 self.counts["skips"] += 1
                 self._planner.refused(work.key, time.monotonic())
             return False
         if work.ended():
             return False
-        if self._reuse and work.reuses:
+        if work.asked is not None:
+            work.start = work.matched * self._engine.layout.block_tokens
+        elif self._reuse and work.reuses:
             await self._incoming.find(work)
         work.reused = work.start
         if work.reuses:
@@ -125,7 +134,7 @@ class Runner:
     def _take_pages(self, work: Job) -> None:
         """The device prefix first; a fully cached prompt gets a private copy of its last page."""
         pool, size = self._engine.pages, self._engine.layout.block_tokens
-        matched = pool.match(work.keys) if self._reuse and work.reuses else []
+        matched = pool.match(self._keys_here(work)) if self._reuse and work.reuses else []
         full = len(matched) * size == len(work.tokens)
         try:
             fresh = pool.allocate(blocks_for(len(work.tokens), size) - len(matched) + full)
@@ -139,6 +148,16 @@ class Runner:
         work.pages = matched + fresh
         work.matched = len(matched) + full
         work.published = len(matched)
+
+    def _keys_here(self, work: Job) -> Sequence[bytes]:
+        """Of blocks to be found in pages: none of those that the worker before was asked for, which come into fresh ones. It is
+        asked again where the others are here no longer."""
+        if work.asked is not None:
+            keys = work.keys[: work.asked.first]
+            if work.asked.failure is None and self._engine.pages.peek(keys) == len(keys):
+                return keys
+            self._spans.forgo(work)
+        return work.keys
 
     def _give_back(self, work: Job) -> None:
         pages, work.pages = work.pages, []

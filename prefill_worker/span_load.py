@@ -28,16 +28,18 @@ class SpanLoad:
         self, first: int, until: int, layers: int, handoffs: Handoffs, name: tuple[RequestId, int], helper: MemberId
     ) -> None:
         self.first = first
+        self.until = until
         self.trusted = until - first
         self.helper = helper
         self.failure: Failure | None = None
         self.cached_tokens = 0  # that the workers before found
-        self.asked = time.monotonic()
+        self.asked = time.monotonic()  # or since when it is waited for
         self.came = 0  # slices
         self.first_came = self.last_came = 0.0
         self.slices = layers * self.trusted
         self._missing = [self.trusted] * layers  # blocks of each layer
-        self._handoffs, self._name = handoffs, name
+        self._handoffs = handoffs
+        self.name = name
         self._changed = threading.Condition()
         self._stopped = False
         self._over = asyncio.Event()
@@ -81,7 +83,7 @@ class SpanLoad:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._handoffs.cancel(self._name)
+        self._handoffs.cancel(self.name)
 
     def fail(self, failure: Failure) -> None:
         """The first reason stays."""
@@ -89,10 +91,15 @@ class SpanLoad:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
+    def take_pages(self, pages: Sequence[int]) -> None:
+        """One for each block before ``until``: the job is taken up, and waits for it from now on."""
+        self.asked = time.monotonic()
+        self._handoffs.take_pages(self.name, pages)
+
     def give_up(self, why: str) -> None:
         """Nothing of it is worth waiting for any more."""
         self.fail(Failure(Reason.PEER_SILENT, why, self.helper))
-        self._handoffs.cancel(self._name)
+        self._handoffs.cancel(self.name)
 
     def copied(self, layer: int, blocks: Sequence[int]) -> None:
         self.last_came = time.monotonic()
@@ -115,5 +122,5 @@ class SpanLoad:
         self.release()
 
     def release(self) -> None:
-        self._handoffs.over(self._name)
+        self._handoffs.over(self.name)
         self._over.set()

@@ -38,27 +38,69 @@ class Spans:
         self._size, self._layers = layout.block_tokens, layout.layers
         self._handoffs, self._pace, self._counts = handoffs, pace, counts
         self._watching: set[asyncio.Task[None]] = set()
+        self._soon: set[Job] = set()  # that wait here, while those before may compute
+
+    def ask_soon(self, work: Job, have_blocks: int) -> None:
+        """Of a job that waits here, and has no pages: who is before it may be free, and need not wait with it.
+
+        All that it holds meanwhile are slots of a landing at this host: whoever finds no room calls ``forgo_all``.
+        """
+        try:
+            work.asked = self._ask(work, have_blocks, None)
+        except MoonpoolError as e:
+            log.info("the worker before is not asked yet: %s", e)
+        if work.asked is not None:
+            self._soon.add(work)
+            work.on_end.append(lambda: self.forgo(work))
+
+    def forgo(self, work: Job) -> None:
+        """What was asked ahead of time is given up, to be asked for again when ``work`` is taken up. No page was written."""
+        self._soon.discard(work)
+        load, work.asked = work.asked, None
+        if load is not None:
+            load.give_up("what it would send has to wait")
+
+    def forgo_all(self) -> None:
+        """No job may keep slots while it waits for room that another one has, which may wait for those slots."""
+        for work in list(self._soon):
+            self.forgo(work)
 
     def ask(self, work: Job) -> None:
         """Have the worker before compute and send what lies before this worker's span, but for blocks that are here."""
-        blocks, helpers, attempt = work.start // self._size, work.job.helpers, work.job.attempt
-        if work.ended() or not helpers or helpers[-1].until <= blocks:
-            return
-        *before, last = [helper for helper in helpers if helper.until > blocks]
-        name = (attempt.request.id, attempt.number)
-        load = SpanLoad(blocks, last.until, self._layers, self._handoffs, name, last.worker.id)
-        try:
-            self._handoffs.begin(self._job(work, last, tuple(before), blocks), last.worker, work.pages[: last.until], load)
-        except MoonpoolError as e:
-            log.warning("%s is not asked for the blocks before: %s", last.worker.id, e)
-            self._counts["spans_alone"] += 1
+        self._soon.discard(work)
+        load, work.asked = work.asked, None
+        if load is not None and load.failure is None:
+            load.take_pages(work.pages[: load.until])
+        else:
+            try:
+                load = self._ask(work, work.start // self._size, work.pages)
+            except MoonpoolError as e:
+                log.warning("the worker before is not asked: %s", e)
+                self._counts["spans_alone"] += 1
+                return
+        if load is None:
             return
         work.span, work.one_pass = load, True
         work.loads.append(load)
-        work.start = last.until * self._size
+        work.start = load.until * self._size
         watching = asyncio.create_task(self._watch(work, load))
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
+
+    def _ask(self, work: Job, have_blocks: int, pages: Sequence[int] | None) -> SpanLoad | None:
+        """``pages``: of its blocks, where it has them already. None: nothing is missing. PeerSilent: it could not land here."""
+        helpers, attempt = work.job.helpers, work.job.attempt
+        if work.ended() or not helpers or helpers[-1].until <= have_blocks:
+            return None
+        *before, last = [helper for helper in helpers if helper.until > have_blocks]
+        name = (attempt.request.id, attempt.number)
+        load = SpanLoad(have_blocks, last.until, self._layers, self._handoffs, name, last.worker.id)
+        job = self._job(work, last, tuple(before), have_blocks)
+        if pages is None:
+            self._handoffs.begin(job, last.worker, (), load, blocks=last.until)
+        else:
+            self._handoffs.begin(job, last.worker, pages[: last.until], load)
+        return load
 
     def _job(self, work: Job, last: Helper, before: tuple[Helper, ...], have_blocks: int) -> PrefillJob:
         attempt, until = work.job.attempt, last.until

@@ -166,6 +166,7 @@ class PrefillWorker:
         work.life.facts["decode"] = job.decode.id
         limit = asyncio.get_running_loop().call_later(attempt.deadline_ms / 1000, self._deadline, work)
         work.on_end.append(limit.cancel)
+        self._runner.ask_soon(work)
         self._wake.set()
         return work
 

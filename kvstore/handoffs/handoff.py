@@ -7,13 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from moonpool.core.errors import Bug, Failure, MoonpoolError, Reason
 from moonpool.core.handoff import Begun, Drained, FirstToken, PrefillJob
-from moonpool.core.landing import Landed, LandingSlot
+from moonpool.core.landing import Landed
 from moonpool.core.placement import WorkerRef
 from moonpool.core.request import PromptLogprobs
 from moonpool.kvstore.client import WorkerStore
@@ -68,7 +69,10 @@ class Handoff:
         client: WorkerStore,
         copier: Copier,
         owner: Owner,
+        *,
+        blocks: int | None = None,
     ) -> None:
+        """``blocks``: of the prompt, where ``pages`` are only given later, by ``take_pages``; None: one page for each."""
         attempt = job.attempt
         self.prefill = prefill
         self.client = client
@@ -76,10 +80,11 @@ class Handoff:
         self.last_landed = 0.0  # when the last of all its slices was told of
         self._job = job
         self.name = (attempt.request.id, attempt.number)
-        self._pages = pages
+        self._pages: Sequence[int] | None = pages if blocks is None else None
+        self._uncopied: list[Copy] = []  # landed before there were pages
         self._copier = copier
         self._owner = owner
-        missing = range(job.have_blocks, len(pages))
+        missing = range(job.have_blocks, len(pages) if blocks is None else blocks)
         self._sink = HandoffSink(attempt.request.id, attempt.number, layers, missing)
         self._stop_copies = threading.Event()
         self._call: grpc.aio.UnaryStreamCall | None = None
@@ -138,6 +143,13 @@ class Handoff:
     def cancel(self) -> None:
         self._tell(self._sink.cancelled)
 
+    def take_pages(self, pages: Sequence[int]) -> None:
+        """There are pages now, one for each block: what has landed is copied."""
+        self._pages = pages
+        uncopied, self._uncopied = self._uncopied, []
+        for copy in uncopied:
+            self._perform(copy)
+
     def _receive(self, message: pb.prefill.PrefillEvent) -> None:
         match message.WhichOneof("kind"):
             case "begun":
@@ -176,14 +188,17 @@ class Handoff:
         match action:
             case EmitFirst(first, ends):
                 self._owner.emit_first(first, ends=ends)
-            case Copy(layer, slots):
-                self._copy(layer, slots)
+            case Copy():
+                self._copy(action)
             case Join():
                 self._owner.join()
             case EndLanding(landing):
                 self._spawn(end_landing(self.client, landing))
             case StopCopies():
                 self._stop_copies.set()
+                uncopied, self._uncopied = self._uncopied, []
+                for copy in uncopied:
+                    self._tell(partial(self._sink.copied, copy.layer, [slot.block for slot in copy.slots]))
             case CancelPrefill():
                 self._cancelled = True
                 if self._call is not None:
@@ -196,7 +211,11 @@ class Handoff:
                     self._spawn(end_landing(self.client, self._untold))
                 self._owner.release()
 
-    def _copy(self, layer: int, slots: tuple[LandingSlot, ...]) -> None:
+    def _copy(self, copy: Copy) -> None:
+        if self._pages is None:
+            self._uncopied.append(copy)
+            return
+        layer, slots = copy.layer, copy.slots
         work = [(slot, self._pages[slot.block]) for slot in slots]
         blocks = [slot.block for slot in slots]
 

@@ -68,8 +68,13 @@ class Handoffs:
         for channel in self._channels.values():
             await channel.close()
 
-    def begin(self, job: PrefillJob, prefill: WorkerRef, pages: Sequence[int], owner: Owner) -> Handoff:
+    def begin(
+        self, job: PrefillJob, prefill: WorkerRef, pages: Sequence[int], owner: Owner, *, blocks: int | None = None
+    ) -> Handoff:
         """Ask ``prefill`` to run ``job``; its blocks from ``have_blocks`` on come into ``pages``, one for each block.
+
+        Where there are no pages yet ``blocks`` says how many blocks the prompt has: what lands stays in this host's pool until
+        ``take_pages``.
 
         ``owner`` may hear of its failure before this returns. PeerSilent: no store node of this host is there to land at.
         """
@@ -78,13 +83,18 @@ class Handoffs:
             raise PeerSilent(
                 f"{self._member.id} has no session with the store node of {self._member.node}", peer=self._member.id
             )
-        handoff = Handoff(job, prefill, pages, self._layers, client, self._copier, owner)
+        handoff = Handoff(job, prefill, pages, self._layers, client, self._copier, owner, blocks=blocks)
         self._handoffs[handoff.name] = handoff
         if (silent := self._silence(handoff)) is not None:
             handoff.fail(silent)
         else:
             self._spawn(handoff.run(self._channel(prefill.address)))
         return handoff
+
+    def take_pages(self, name: tuple[RequestId, int], pages: Sequence[int]) -> None:
+        """Of a hand-off that began without; a no-op once it is over."""
+        if name in self._handoffs:
+            self._handoffs[name].take_pages(pages)
 
     def cancel(self, name: tuple[RequestId, int]) -> None:
         """Nobody wants it any more; a no-op once it is over."""

@@ -173,6 +173,34 @@ def test_a_slice_lasts_while_it_may_although_a_step_waits(tmp_path: Path) -> Non
     idle()
 
 
+def test_whoever_waits_for_another_worker_lets_other_prompts_of_its_host_go(tmp_path: Path) -> None:
+    one, two = SharedPrompts(tmp_path), SharedPrompts(tmp_path)
+    began, may_end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with two.turn(inf):
+            began.set()
+            may_end.wait(FOREVER_S)
+
+    thread = threading.Thread(target=other)
+    with one.turn(inf):
+        with one.pause():
+            assert not two._prompts.acquire(0.0), "it will be back in a moment"
+        with one.pause(long=True):
+            thread.start()
+            assert began.wait(FOREVER_S)
+            threading.Timer(0.05, may_end.set).start()
+        assert may_end.is_set(), "the other prompt goes to the end of its chunk"
+        assert not two._prompts.acquire(0.0)
+        assert one.numbers()["permit_waits_count"] == 1
+    thread.join(FOREVER_S)
+    assert two._prompts.acquire(0.0), "free after the turn"
+    two._prompts.release()
+    for each in (one, two):
+        each.close()
+    idle()
+
+
 def test_prompts_hear_what_answers_on_the_host_leave_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permit, "LOOK_S", 0.0)
     prompts = SharedPrompts(tmp_path)
