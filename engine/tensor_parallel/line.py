@@ -111,7 +111,9 @@ class Line:
         self._end.sendall(_HEAD.pack(_STEP, len(body)) + body)
         self._end.sendall(_bytes(step.x.cpu().contiguous()))
 
-    def send_end(self) -> None:
+    def send_end(self, limit_s: float) -> None:
+        """TimeoutError where the other end takes nothing for ``limit_s``, as one that was stopped."""
+        self._end.settimeout(limit_s)
         self._end.sendall(_HEAD.pack(_END, 0))
 
     def step(self, hidden: int, dtype: torch.dtype) -> Step | None:

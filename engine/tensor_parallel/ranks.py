@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -105,11 +106,14 @@ class Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """They end in order within ``END_S``, or are killed; no process is left."""
+        """They end in order within ``END_S``, or are killed; no process is left. A second call does nothing: whoever failed to
+        load has closed the backend, which owns them, and then what it got."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         for line in self.lines:
             try:
-                line.send_end()
+                line.send_end(END_S)
             except OSError:
                 pass  # it has ended
         os.close(self._woken)
@@ -171,9 +175,11 @@ class Ranks:
 
 
 def _end(children: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    """``limit_s``: for all of them together."""
+    until = time.monotonic() + limit_s
     for child in children:
         try:
-            child.wait(limit_s)
+            child.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -54,7 +54,7 @@ class ThreadRanks(Ranks):
     def close(self) -> None:
         for line in self.lines:
             try:
-                line.send_end()
+                line.send_end(1.0)
             except OSError:
                 pass
             line.close()

@@ -19,6 +19,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from moonpool.core.errors import ConfigError, PeerSilent
 from moonpool.engine.engine import Row
+from moonpool.engine.tensor_parallel.ranks import Ranks
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
 
@@ -92,6 +93,18 @@ def test_a_rank_ends_with_the_process_that_started_it_however_that_ends() -> Non
         rank = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
     until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_ranks_are_put_away_once_however_often_that_is_asked_for() -> None:
+    """Numbers of files that they had may be others' by then."""
+    ranks = Ranks.start(0, "memory")
+    ranks.close()
+    reading, writing = os.pipe()
+    ranks.close()
+    os.write(writing, b"x")
+    assert os.read(reading, 1) == b"x"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_what_cannot_be_shared_is_refused_by_name(tmp_path: Path) -> None:

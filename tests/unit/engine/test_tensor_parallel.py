@@ -193,7 +193,7 @@ def test_no_step_follows_one_that_lost_a_rank(tiny_pair: Path) -> None:
     with ranks_in_threads() as newest:
         engine = load_tiny(tiny_pair, tensor_parallel=2)
         pages = engine.pages.allocate(2)
-        newest().lines[0].send_end()
+        newest().lines[0].send_end(1.0)
         newest()._threads[0].join(10)
         newest().made.clear()  # the group goes with it
         for _ in range(2):
