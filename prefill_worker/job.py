@@ -76,7 +76,7 @@ class Job:
         self.load_seconds = 0.0
         self.due = inf  # when its first id is wanted
         self.turns: PromptTurns = Unshared()
-        self.went_on: Callable[[], None] = lambda: None  # after each layer, from the compute thread
+        self.went_on: Callable[[], None] = lambda: None  # from any thread: a layer is done, or is waited for with good reason
         self.slice_s = inf
         self.landing: PushLanding | None = None
         self.draining: set[asyncio.Task[None]] = set()

@@ -119,7 +119,8 @@ class Spans:
         return work.job.attempt.deadline_ms / 1e3 - (time.monotonic() - work.life.at[Instant.QUEUED])
 
     async def _watch(self, work: Job, load: SpanLoad) -> None:
-        """A worker before this one that is busy or slow is not waited for longer than going on without it would take."""
+        """A worker before this one that is busy or slow is not waited for longer than going on without it would take. So long
+        the job counts as one that goes on."""
         blocks_s = self._pace.seconds(load.trusted * self._size)
         rest_s = self._pace.seconds(len(work.tokens) - load.first * self._size)
         while not load.over and load.failure is None:
@@ -129,6 +130,7 @@ class Spans:
             since_first_s = now - load.first_came if load.first_came else 0.0
             if not worth_waiting(still_s, since_first_s, load.came / load.slices, blocks_s, rest_s):
                 load.give_up(f"{load.helper} has sent {load.came} of {load.slices} slices in {now - load.asked:.1f} s")
+            work.went_on()  # the compute thread waits for good reason, which may be longer than anything may stand still
 
     async def alone(self, work: Job, load: SpanLoad) -> bool:
         """``load`` is lost. True once nothing of it touches the pages any more, where there is time to compute its blocks here;

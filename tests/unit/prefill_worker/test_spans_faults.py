@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.groups import SIZE, Halt, answered, check, count, group, ids
 from support.split import Split
 from support.store import until
-from support.workers import Answer, ref
+from support.workers import Answer, member, ref
 
 from moonpool.core.errors import DigestMismatch, Reason
+from moonpool.core.ids import MemberId, RequestId, Role
+from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, MemberChange
 from moonpool.core.placement import Helper, Placement
 from moonpool.kvstore.client import WorkerStore
 from moonpool.prefill_worker import pace
+from moonpool.prefill_worker.span_load import SpanLoad
+from moonpool.prefill_worker.spans import Spans
 
 PROMPT = ids(20 * SIZE + 5, 7)
 ENDS = [12]
@@ -243,3 +249,19 @@ async def test_a_slice_that_is_bad_where_it_landed_is_no_longer_found_and_comput
         check(split, request, answer)
         assert count(split, 1, "spans_alone") == 1
         assert split.stores["b"].numbers()["digest_mismatches_landing_copy"] == 1
+
+
+async def test_a_job_that_waits_for_what_is_worth_it_counts_as_one_that_goes_on() -> None:
+    """However long that is: else its process would be ended as one that stands still."""
+    layout = KVLayout("m", 2, 1, 16, "float32", SIZE)
+    handoffs: Any = SimpleNamespace(over=lambda name: None)
+    load = SpanLoad(0, 2, layout.layers, handoffs, (RequestId("r"), 1), MemberId("before"))
+    spans, told = Spans(member("p", Role.PREFILL, layout), layout, handoffs, pace.Pace(), Counter()), asyncio.Event()
+    work: Any = SimpleNamespace(tokens=range(3 * SIZE), went_on=told.set)
+    watching = asyncio.create_task(spans._watch(work, load))
+    for _ in range(2):
+        await asyncio.wait_for(told.wait(), 10)
+        told.clear()
+    load.release()
+    await asyncio.wait_for(watching, 10)
+    assert load.failure is None
