@@ -90,9 +90,6 @@ class RanksView:
         numbers = _plain(pages)
         for first in range(0, len(numbers), _MOST_PAGES):
             move = Move("fill", byte, numbers[first : first + _MOST_PAGES])
-            if self._ranks.lost.done():
-                move.on(self._own)
-                continue
             try:
                 self._everywhere(move)
             except PeerSilent:

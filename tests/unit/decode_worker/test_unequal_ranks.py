@@ -41,3 +41,23 @@ async def test_answers_are_those_of_equal_degrees(
                 assert answer.error is None
                 assert answer.ids == split.oracle(request)
             assert again.ids == answers[0].ids
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2)])
+async def test_ranks_with_pages_of_their_own_push_and_take_in_the_same_blocks(
+    tmp_path: Path, tiny_model: Path, prefill: int, decode: int
+) -> None:
+    """As on GPUs; cold, from the pages of the worker that computed it, and from the pool."""
+    prompt = random.Random(3).choices(range(128), k=50)
+    with ranks_in_threads(apart=True):
+        async with split_path(
+            tmp_path, tiny_model, prefill_config={"tensor_parallel": prefill}, tensor_parallel=decode
+        ) as split:
+            for cached in (0, 48, 48):
+                request = split.asker.request(prompt, max_tokens=20)
+                answer = await split.gateway.ask(request)
+                await split.idle()
+                assert (answer.error, answer.cached_tokens) == (None, cached)
+                assert answer.ids == split.oracle(request)
+                if cached:
+                    await split.clear_device_pages()
