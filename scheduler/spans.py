@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import sqrt
+from math import isfinite, sqrt
 
 MOST = 16  # workers in one group
 HALVINGS = 24  # to a hundredth of a token in the longest prompt
@@ -77,7 +77,8 @@ def timed(bounds: Sequence[int], seats: Sequence[Seat], layers: int, first_s: fl
 def cut(begin: int, end: int, block: int, seats: Sequence[Seat], layers: int) -> tuple[int, ...] | None:
     """[workers + 1] tokens between which the workers' spans lie, so that all end together but for the lag of a layer each.
 
-    Inner bounds are whole blocks. None where somebody would get no block, or a model of one layer leaves nothing to overlap.
+    Inner bounds are whole blocks. None where somebody would get no block, a model of one layer leaves nothing to overlap, or
+    tokens cost somebody nothing, by an estimate that knows nothing of them yet.
     """
     if layers < 2 or len(seats) < 2 or end - begin < len(seats) * block:
         return None
@@ -88,8 +89,10 @@ def cut(begin: int, end: int, block: int, seats: Sequence[Seat], layers: int) ->
             low = middle
         else:
             high = middle
-    inner = [round(bound / block) * block for bound in _bounds(begin, high, seats, layers)[1:-1]]
-    bounds = (begin, *inner, end)
+    inner = _bounds(begin, high, seats, layers)[1:-1]
+    if not all(map(isfinite, inner)):
+        return None
+    bounds = (begin, *(round(bound / block) * block for bound in inner), end)
     if any(one >= other for one, other in pairwise(bounds)):
         return None
     return bounds

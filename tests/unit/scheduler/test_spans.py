@@ -88,3 +88,8 @@ def test_no_cut_is_sooner_by_more_than_a_block(seats: list[Seat], blocks: int, c
     assert all(bound % BLOCK == 0 for bound in bounds[1:-1])
     found = timed(bounds, seats, layers)[-1].ends_s
     assert found <= best + 1.5 * block_s + 2 * seats[-1].latency_s
+
+
+def test_nothing_is_cut_for_a_worker_whose_tokens_seem_to_cost_nothing() -> None:
+    seats = [seat(), Seat(0.0, 0.07, 0.0, 0.0), seat()]
+    assert cut(0, 65_536, BLOCK, seats, LAYERS) is None
