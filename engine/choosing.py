@@ -75,6 +75,10 @@ def choose(
         chosen = _fastest(config, recipe, memory, threads, own_threads)
     else:
         chosen = _on_ranks(recipe, memory, threads, ranks)
+        if ranks.keeping.kind == "cuda":
+            from moonpool.engine.triton.making import measure
+
+            measure(chosen.backend, memory, facts, chunk=config.engine.prefill_chunk, answers=config.engine.max_batch)
     what = disagreement(trial.answers(chosen.backend), want, memory, None if ranks is None else ranks.keeping.kept)
     if what is None:
         return chosen

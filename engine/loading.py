@@ -121,7 +121,9 @@ def _budget_of_each(ranks: int, layout: KVLayout, kept: Kept, weights: int, page
     """Of the fullest of ``ranks`` GPUs, each with its share; all weights go through the host, beside ``processes``' bytes."""
     page = page_bytes(replace(layout, kv_heads=-(-layout.kv_heads // ranks)), kept)
     least = min(available(torch.device("cuda", rank)) for rank in range(ranks))
-    return MemoryBudget(-(-weights // ranks), pages, page, least, layout.block_bytes, _available() - weights - processes)
+    return MemoryBudget(
+        -(-weights // ranks), pages, page, least, layout.block_bytes, max(0, _available() - weights - processes)
+    )
 
 
 def _available() -> int:

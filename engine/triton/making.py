@@ -42,14 +42,21 @@ def triton_backend(engine: EngineConfig, model: torch.nn.Module, facts: ModelFac
 
 
 def warm(backend: TritonBackend, memory: PageTensor, facts: ModelFacts, *, chunk: int, answers: int) -> None:
-    """Steps of the usual sizes, so that kernels are compiled and their tiles measured on them, not in somebody's first token;
-    then graphs. Pages, whose content does not matter, are shared by all rows, and zero afterwards."""
+    """``measure``, then graphs."""
+    measure(backend, memory, facts, chunk=chunk, answers=answers)
+    backend.capture_all()
+    memory.fill(range(memory.pages), 0)
+
+
+@torch.inference_mode()
+def measure(backend: Backend, memory: PageTensor, facts: ModelFacts, *, chunk: int, answers: int) -> None:
+    """Steps of the usual sizes, so that kernels are compiled and their tiles measured on them, not in somebody's first token.
+    Pages, whose content does not matter, are shared by all rows, and zero afterwards."""
     context = min(_MEASURED_CONTEXT, facts.max_context, memory.pages * memory.layout.block_tokens)
     fresh = min(chunk, context)
     for spans in ([_row(0, fresh, context, memory)], [_row(i, 1, context, memory) for i in range(answers)]):
         _compute(backend, spans)
         _compute(backend, spans[:1])
-    backend.capture_all()
     memory.fill(range(memory.pages), 0)
 
 

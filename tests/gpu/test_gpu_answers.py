@@ -117,3 +117,25 @@ def test_each_layer_is_on_the_host_when_it_is_told_and_comes_back_from_there(eng
     assert (engine.kv_bytes[pages[1]] == kept[0]).all()
     engine.pages.release(pages)
     assert (engine.kv_bytes[pages] == 0xFF).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_two_gpus_answer_as_one_does_and_go_on_with_what_came_to_the_host(model: Path, engine: Engine, kept: str) -> None:
+    """Each has one of two K/V heads. What they sent to the host's view comes in again under other pages."""
+    two = load(model, kv_dtype=kept, tensor_parallel=2)
+    assert two.backend_name == "triton" and "2 ranks" in two.backend_note
+    for prompt in PROMPTS:
+        for hooks in (False, True):
+            got = answer(two, prompt, hooks=hooks)
+            assert kept != "auto" or got == answer(engine, prompt)
+    ids = PROMPTS[2]
+    pages = two.pages.allocate(6)
+    want = two.forward([Row(ids, 0, pages[:3], True)], on_layer=lambda layer: None).clone()
+    two.kv_bytes[pages[3:]] = two.kv_bytes[pages[:3]]
+    for layer in range(LAYERS):
+        two.view.came_in(layer, pages[3:])
+    got_again = two.forward([Row(ids[-1:], len(ids) - 1, pages[3:], True)])
+    torch.testing.assert_close(got_again, want, atol=1e-3, rtol=1e-3)
+    two.pages.release(pages)
+    two.close()

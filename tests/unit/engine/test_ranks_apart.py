@@ -24,11 +24,15 @@ from moonpool.engine import loading
 from moonpool.engine.engine import Engine, Row, load_engine
 from moonpool.engine.host_view import StagedView
 from moonpool.engine.lanes import HostLanes
+from moonpool.engine.loading import ModelFacts
 from moonpool.engine.page_tensor import PageTensor
+from moonpool.engine.shape import Shape
 from moonpool.engine.slice_packing import TorchPacking
 from moonpool.engine.tensor_parallel import part, ranks, start
+from moonpool.engine.triton.making import measure
 
 LAYERS, BLOCK = 3, 16
+SHAPE = Shape(LAYERS, 6, 3, 16)
 Pair = tuple[Engine, ThreadRanks]
 
 
@@ -269,6 +273,16 @@ def test_a_rank_that_cannot_send_ends_the_step_and_one_that_cannot_take_slices_s
             with pytest.raises(error, match="out of memory"):
                 engine.view.came_in(0, pages[4:5])
         assert torch.equal(engine.forward([Row(ids, 0, pages, True)], on_layer=lambda layer: None), want)
+
+
+def test_kernels_are_measured_on_all_ranks_before_they_serve(pair: Pair, one: Engine) -> None:
+    engine, shared = pair[0], pair[1].pages
+    assert shared is not None
+    memory = PageTensor(engine.layout, engine.pages.total, memory=shared.bytes)
+    measure(engine._backend, memory, ModelFacts(SHAPE, VOCAB, 256, frozenset()), chunk=40, answers=3)
+    assert not engine.kv_bytes.any()
+    ids = [random_ids(17, 11)]
+    assert Runner(engine).run(ids, 3)[0].tokens == Runner(one).run(ids, 3)[0].tokens
 
 
 def test_pages_can_be_freed_once_a_rank_is_gone_and_nothing_else(tiny_pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
