@@ -50,7 +50,7 @@ class ParallelBackend:
             group = group_of(ranks.sums, pages.meeting, ranks.folder, 0, size, STEP_S, ranks.lost.done, device)
             for line in ranks.lines:
                 line.record()  # it has found the others
-        except (OSError, EOFError, RuntimeError) as e:
+        except (OSError, EOFError, RuntimeError, Parted) as e:
             raise ranks.gone(e) from e
         if recipe.head.weight is not recipe.embedding:
             recipe.head.let_go()
