@@ -108,7 +108,7 @@ async def test_a_transfer_that_fails_for_good_is_told_by_the_source(tmp_path: Pa
         answer = await split.gateway.ask(split.asker.request(ids(50)))
         assert answer.error is not None
         assert answer.error.reason is Reason.TRANSFER_FAILED
-        assert answer.error.peer in ("store-a", "prefill-0")  # who is heard first: its source, or the node whose landing it gave up
+        assert answer.error.peer in ("store-a", "prefill-0")  # its source, or the node that it gave up, whoever is heard first
         await split.idle()
         await serves(split)
 
