@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
@@ -15,6 +16,7 @@ from moonpool.core.config import Config, EngineConfig, ModelConfig
 from moonpool.core.request import SamplingParams
 from moonpool.engine.engine import Engine, Row, load_engine
 from moonpool.engine.sampler import SamplerState, sample
+from moonpool.engine.trial import difference
 
 TIE = 1e-4  # two best logits closer than this may swap
 VOCAB = 128
@@ -200,3 +202,34 @@ class Reference:
             out = self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=outputs, do_sample=False)
             self._known[key] = out[0, len(prompt) :].tolist()
         return self._known[key]
+
+
+@dataclass
+class LibraryRun:
+    """What the library makes of random prompts."""
+
+    prompts: list[list[int]]
+    outputs: list[list[int]]  # its greedy ids in float32
+    want: list[torch.Tensor]  # its float32 logits, [outputs, vocabulary] each
+    theirs: list[float]  # how far its bfloat16 logits are from them, in parts of their spread; none for float32
+    parameters: list[str]  # names
+
+
+@torch.inference_mode()
+def library_run(directory: Path, dtype: str, lengths: Sequence[int], outputs: int) -> LibraryRun:
+    """Greedy answers of ``outputs`` tokens, fed to the library once more in bfloat16 where ``dtype`` is that."""
+    prompts = [random_ids(n, seed=n) for n in lengths]
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    run = LibraryRun(prompts, [], [], [], [name for name, _ in model.named_parameters()])
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=outputs, do_sample=False)
+        run.outputs.append(whole[0, len(prompt) :].tolist())
+        run.want.append(model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1])
+    if dtype == "bfloat16":
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        for prompt, more, logits in zip(prompts, run.outputs, run.want, strict=True):
+            rough = model(torch.tensor([[*prompt, *more]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            run.theirs.append(difference(rough.float(), logits))
+    return run

@@ -12,14 +12,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compiled_runner import rounded_tiny
-from engine_runner import Runner, Transcript, hand_over, load_tiny, random_ids
+from engine_runner import Runner, Transcript, hand_over, library_run, load_tiny
 from known_families import KNOWN
-from transformers import AutoModelForCausalLM
 
 from moonpool.engine.compiled.cpu import unfit_cpu
 from moonpool.engine.engine import Engine, Row
@@ -68,26 +66,13 @@ def _load(directory: Path, dtype: str) -> dict[str, Engine]:
     return engines
 
 
-@torch.inference_mode()
 def _served(directory: Path, dtype: str) -> Served:
-    prompts = [random_ids(n, seed=n) for n in LENGTHS]
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    outputs, want, theirs = [], [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUTS, do_sample=False)
-        outputs.append(whole[0, len(prompt) :].tolist())
-        want.append(model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1])
+    library = library_run(directory, dtype, LENGTHS, OUTPUTS)
     if dtype == "bfloat16":
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
-        for prompt, ids, logits in zip(prompts, outputs, want, strict=True):
-            rough = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-            theirs.append(difference(rough.float(), logits))
-        assert max(theirs) < MOST_APART
-    chooses = any("expert" in name for name, _ in model.named_parameters())
-    bound = MOST_APART if chooses else 1.5 * max(theirs, default=0.0)
-    return Served(_load(directory, dtype), dtype, prompts, outputs, want, bound)
+        assert max(library.theirs) < MOST_APART
+    chooses = any("expert" in name for name in library.parameters)
+    bound = MOST_APART if chooses else 1.5 * max(library.theirs, default=0.0)
+    return Served(_load(directory, dtype), dtype, library.prompts, library.outputs, library.want, bound)
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)

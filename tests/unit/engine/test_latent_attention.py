@@ -13,14 +13,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compiled_runner import rounded_tiny
-from engine_runner import Runner, Transcript, eager_logits, hand_over, load_tiny, random_ids, save_tiny
+from engine_runner import Runner, Transcript, eager_logits, hand_over, library_run, load_tiny, random_ids, save_tiny
 from latent_models import LATENT, SHAPE, YARN
-from transformers import AutoModelForCausalLM, DeepseekV2Config
+from transformers import DeepseekV2Config
 
 from moonpool.core.config import Config, EngineConfig, ModelConfig
 from moonpool.core.errors import ConfigError, UnsupportedModel
@@ -68,27 +67,14 @@ def _shuffle(engine: Engine) -> None:
     engine.pages.release(random.Random(3).sample(free, len(free)))
 
 
-@torch.inference_mode()
 def _served(directory: Path, dtype: str) -> Served:
-    prompts = [random_ids(n, seed=n) for n in LENGTHS]
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-    model.generation_config.eos_token_id = None
-    outputs, want, theirs = [], [], []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUTS, do_sample=False)
-        outputs.append(whole[0, len(prompt) :].tolist())
-        want.append(model(whole, use_cache=False).logits[0, len(prompt) - 1 : -1])
-    if dtype == "bfloat16":
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="eager").eval()
-        for prompt, ids, logits in zip(prompts, outputs, want, strict=True):
-            rough = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-            theirs.append(difference(rough.float(), logits))
-    beyond = int(any("experts.gate_up" in name for name, _ in model.named_parameters()))
+    library = library_run(directory, dtype, LENGTHS, OUTPUTS)
+    theirs = library.theirs
+    beyond = int(any("experts.gate_up" in name for name in library.parameters))
     bound = 1.5 * max(sorted(theirs)[: len(theirs) - beyond], default=0.0)
     assert bound < MOST_APART
     engine = load_tiny(directory, pages=64, poison=True, dtype=dtype)
-    return Served(directory, engine, dtype, prompts, outputs, want, bound, beyond)
+    return Served(directory, engine, dtype, library.prompts, library.outputs, library.want, bound, beyond)
 
 
 @pytest.fixture(scope="module", params=[(kind, dtype) for kind in LATENT for dtype in ("float32", "bfloat16")], ids=": ".join)
