@@ -24,6 +24,11 @@ TURN = 8  # every so many operations the lowest kind goes first, so that none st
 SMOOTH = 0.2  # weight of the newest read in the expected time of the next
 
 
+def spare_threads(calls: int) -> int:
+    """How many check blocks while ``calls`` others are inside system calls."""
+    return max(1, calls // 2)
+
+
 class Kind(IntEnum):
     READ = 0
     WRITE = 1

@@ -11,6 +11,7 @@ from moonpool.core.layout import KVLayout
 from moonpool.kvstore.ssd.blocks import ReadEnd, Recovered
 from moonpool.kvstore.ssd.copying import LONGEST, Place, Scratch, belongs, header_in, read_run
 from moonpool.kvstore.ssd.files import SegmentFile, aligned
+from moonpool.kvstore.ssd.flow import spare_threads
 from moonpool.kvstore.ssd.format import (
     HEADER_BYTES,
     ExtentHeader,
@@ -137,5 +138,8 @@ def _is_whole(segment: Formatted, header: ExtentHeader) -> bool:
 
 
 def in_flight(threads: int) -> int:
-    """Writes that may have been under way when the process was killed."""
-    return threads * LONGEST
+    """Writes that may have been under way when the process was killed: threads that still check blocks have numbered them.
+
+    A write that stalls while others go through may be older still: like every block it is checked when it is read.
+    """
+    return (threads + spare_threads(threads)) * LONGEST

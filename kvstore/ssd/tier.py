@@ -21,7 +21,7 @@ from moonpool.kvstore.ssd.blocks import Read, ReadEnd, Recovered, Write
 from moonpool.kvstore.ssd.compaction import Compactor
 from moonpool.kvstore.ssd.erasing import Eraser
 from moonpool.kvstore.ssd.files import Io
-from moonpool.kvstore.ssd.flow import Flow, Kind
+from moonpool.kvstore.ssd.flow import Flow, Kind, spare_threads
 from moonpool.kvstore.ssd.opening import Opened, open_folder
 from moonpool.kvstore.ssd.reading import Reader
 from moonpool.kvstore.ssd.scan import Progress
@@ -79,7 +79,7 @@ class SsdTier:
             Kind.WRITE: config.ssd_write_bytes_per_s,
             Kind.MOVE: move_bytes_per_s,
         }
-        self._flow = Flow(config.ssd_threads, max(1, config.ssd_threads // 2), rates, clock)
+        self._flow = Flow(config.ssd_threads, spare_threads(config.ssd_threads), rates, clock)
         self._sequence = itertools.count(opened.sequence)
         self._segments = Segments(opened, self._flow, self._next_sequence, wall, self.counted, self._lost)
         self._space = self._segments.space

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from support.ssd import (
     NODE,
     OTHER,
     SMALL,
+    Faulty,
+    Short,
     config,
     flip,
     found,
@@ -32,18 +36,29 @@ from support.ssd import (
 from moonpool.core.config import MIB
 from moonpool.core.layout import DIGEST_BYTES
 from moonpool.kvstore.ssd.blocks import ReadEnd
+from moonpool.kvstore.ssd.copying import LONGEST
 from moonpool.kvstore.ssd.format import HEADER_BYTES, extent_bytes
 from moonpool.kvstore.ssd.opening import FORGET_S
 from moonpool.kvstore.ssd.scan import in_flight
 from moonpool.kvstore.ssd.tier import SsdTier
 
-OLD = in_flight(2) + 40  # more blocks than are verified in full at start
+RECENT = in_flight(2)  # blocks that are verified in full at start
 HALF = HEADER_BYTES + SMALL.slot_bytes // 2
 
 
 async def _written(folder: Path, n: int, chain: bool = False) -> dict[int, int]:
     of = await tier(folder)
     placed = await put(of, SMALL, range(n), chain=chain)
+    await of.close()
+    return placed
+
+
+async def _with_older(folder: Path) -> dict[int, int]:
+    """Blocks 0 to 39, older than those that are verified in full at start, which follow. Blocks of one write are numbered by
+    its threads in any order, so the older ones come in a write of their own.
+    """
+    of = await tier(folder)
+    placed = {**await put(of, SMALL, range(40)), **await put(of, SMALL, range(40, 40 + RECENT))}
     await of.close()
     return placed
 
@@ -64,7 +79,7 @@ async def test_a_block_cut_by_the_crash_is_dropped_at_start(at: int, tmp_path: P
 
 
 async def test_an_older_block_gone_bad_is_found_out_when_it_is_read(tmp_path: Path) -> None:
-    placed = await _written(tmp_path, OLD)
+    placed = await _with_older(tmp_path)
     flip(tmp_path, SMALL, placed[3], HALF)
     of = await tier(tmp_path)
     lost: list[int] = []
@@ -81,8 +96,33 @@ async def test_an_older_block_gone_bad_is_found_out_when_it_is_read(tmp_path: Pa
     await again.close()
 
 
+async def test_a_write_cut_by_the_crash_is_dropped_at_start_though_other_threads_had_theirs_done(tmp_path: Path) -> None:
+    disk, inside, overtaken = Faulty(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def cut_late(fd: int, n: int, size: int, offset: int) -> Short | None:
+        if size != extent_bytes(SMALL):
+            return None
+        loop.call_soon_threadsafe(inside.set)
+        overtaken.wait()
+        return Short(HEADER_BYTES + HEADER_BYTES)
+
+    of = await tier(tmp_path, io=disk)
+    disk.write = cut_late
+    first = asyncio.create_task(of.write(writes(SMALL, [0])))
+    await inside.wait()
+    await put(of, SMALL, range(1, 1 + 2 * LONGEST))  # what the other two threads can have numbered meanwhile
+    overtaken.set()
+    assert await first == [None]
+    await of.close()
+    again = await tier(tmp_path)
+    assert set(found(again)) == keys(range(1, 1 + 2 * LONGEST))
+    assert again.numbers()["ssd_mismatches_start"] == 1
+    await again.close()
+
+
 async def test_a_block_in_the_place_of_another_is_torn(tmp_path: Path) -> None:
-    placed = await _written(tmp_path, OLD)
+    placed = await _with_older(tmp_path)
     of = await tier(tmp_path)
     poke(tmp_path, SMALL, placed[1], peek(tmp_path, SMALL, placed[2]))  # header and all
     assert await read(of, SMALL, {1: placed[1]}) == {1: ReadEnd.TORN}
