@@ -37,6 +37,9 @@ class Segment:
     move: bool = False  # the source's copy is first to evict once fetched: a move, not a copy
 
 
+MOST_IN_GROUP = 16  # workers on one prompt
+
+
 @dataclass(frozen=True, slots=True)
 class Helper:
     """``worker`` computes one span of a long prompt: it ends before block ``until`` and begins where the one before ends."""

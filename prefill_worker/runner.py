@@ -142,6 +142,7 @@ class Runner:
             pool.release(matched)
             raise
         if full:
+            work.pages = matched + fresh  # go back with the job where the copy fails
             shared = matched.pop()
             self._engine.copy_page(shared, fresh[0])
             pool.release([shared])

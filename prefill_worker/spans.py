@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from moonpool.core.errors import InvalidRequest, MoonpoolError
+from moonpool.core.errors import Failure, InvalidRequest, MoonpoolError
 from moonpool.core.handoff import PrefillJob
+from moonpool.core.ids import MemberId
 from moonpool.core.layout import KVLayout
 from moonpool.core.lifetime import Instant
 from moonpool.core.membership import Member
-from moonpool.core.placement import Helper, WorkerRef
+from moonpool.core.placement import MOST_IN_GROUP, Helper, WorkerRef
 from moonpool.core.request import SamplingParams
 from moonpool.kvstore.handoffs.handoffs import Handoffs
 from moonpool.prefill_worker.job import Job
@@ -75,8 +76,9 @@ class Spans:
             try:
                 load = self._ask(work, work.start // self._size, work.pages)
             except MoonpoolError as e:
-                log.warning("the worker before is not asked: %s", e)
+                log.warning("the worker before is not asked, its blocks are computed here: %s", e)
                 self._counts["spans_alone"] += 1
+                self._require_time(work, work.start, Failure.of(e))
                 return
         if load is None:
             return
@@ -147,9 +149,14 @@ class Spans:
         log.warning("the blocks before are computed here: %s", failure.message)
         self._counts["spans_alone"] += 1
         work.one_pass = work.job.one_pass
-        if self._pace.seconds(len(work.tokens) - load.first * self._size) <= self._left_s(work):
+        return self._require_time(work, load.first * self._size, replace(failure, peer=failure.peer or load.helper))
+
+    def _require_time(self, work: Job, start: int, why: Failure) -> bool:
+        """Whether ``work`` can be computed from token ``start`` on in the time that it has left. Where not it ends with ``why``
+        at once, so that the next attempt avoids what was lost."""
+        if self._pace.seconds(len(work.tokens) - start) <= self._left_s(work):
             return True
-        work.fail(replace(failure, peer=failure.peer or load.helper))
+        work.fail(why)
         return False
 
     async def close(self) -> None:
@@ -158,8 +165,20 @@ class Spans:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
 
-def require_spans(helpers: Sequence[Helper], tokens: int, block_tokens: int) -> None:
-    """InvalidRequest unless the spans of ``helpers`` follow one another and leave something of ``tokens`` tokens."""
+def require_spans(helpers: Sequence[Helper], tokens: int, block_tokens: int, here: MemberId) -> None:
+    """InvalidRequest unless the spans of ``helpers`` follow one another and leave something of ``tokens`` tokens to ``here``,
+    and all are of different workers: one that is asked a second time would take that for the same attempt, and refuse."""
+    if len(helpers) >= MOST_IN_GROUP:
+        raise InvalidRequest(
+            f"helpers: {len(helpers)} of them and {here} are more than the {MOST_IN_GROUP} workers that a group may have; "
+            "name fewer",
+            param="helpers",
+        )
+    names = [*(helper.worker.id for helper in helpers), here]
+    if repeated := [name for name, times in Counter(names).items() if times > 1]:
+        raise InvalidRequest(
+            f"helpers: {', '.join(repeated)} would compute several spans; name each worker once", param="helpers"
+        )
     ends = [helper.until for helper in helpers]
     if ends and (sorted(set(ends)) != ends or ends[0] < 1 or ends[-1] * block_tokens >= tokens):
         raise InvalidRequest(

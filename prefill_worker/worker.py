@@ -132,7 +132,7 @@ class PrefillWorker:
                 "shorten the prompt, or raise engine.pages",
                 param="prompt",
             )
-        require_spans(job.helpers, len(attempt.context), self._engine.layout.block_tokens)
+        require_spans(job.helpers, len(attempt.context), self._engine.layout.block_tokens, self._member.id)
         self._engine.require_adapter(attempt.request.adapter)
         request = attempt.request.id
         if attempt.number <= self._newest.get(request, -1):

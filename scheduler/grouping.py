@@ -7,19 +7,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moonpool.core.placement import MOST_IN_GROUP
 from moonpool.scheduler.board import Floats
 from moonpool.scheduler.choice import Option, predict, seats_of
 from moonpool.scheduler.costs import TIE_S
 from moonpool.scheduler.policy import Asked, Choice
-from moonpool.scheduler.spans import MOST, cut
+from moonpool.scheduler.spans import cut
 
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """Up to ``most`` workers on a prompt that takes one of them ``least_s``. Each must bring the first token ``gain_s`` nearer,
     and by ``share`` of the time left, and by what its own start-up costs those who wait. Who is free within ``soon`` of what
-    the prompt takes one worker may help. Nothing is decided in the first ``settle_s`` after a prompt came: what comes with it,
-    in a burst, may be shorter and needs workers of its own."""
+    the prompt takes one worker may help. No group begins in the first ``settle_s`` after a prompt came: what comes with it, in
+    a burst, may be shorter and needs workers of its own. Where nobody could help there is nothing to wait for."""
 
     most: int
     least_s: float
@@ -32,14 +33,12 @@ class Grouping:
 def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
     """``choice`` with those who help its worker, as far as that pays. Its worker begins, since it has what is cached; the last
     one to be free ends."""
-    board, most = asked.board, min(rules.most, MOST)
+    board, most = asked.board, min(rules.most, MOST_IN_GROUP)
     if most < 2 or choice.hold or choice.front or not board.split[choice.prefill] or board.layers < 2:
         return choice
     alone = predict(asked, choice)
     if alone.work_s < rules.least_s or alone.wait_s > TIE_S:
         return choice
-    if asked.waited_s < rules.settle_s - TIE_S:
-        return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
     found, best, delayed = choice, alone, max(asked.waiting - 1, 0)
     helpers = _helpers(asked, choice, rules.soon * alone.work_s)[: most - 1]
     for count in range(1, len(helpers) + 1):
@@ -51,6 +50,8 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
         if best.ttft.likely - option.ttft.likely < least:
             break
         found, best = tried, option
+    if found.helpers and asked.waited_s < rules.settle_s - TIE_S:
+        return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
     return found
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moonpool.core.ids import NodeId
-from moonpool.core.placement import Helper, Placement
+from moonpool.core.placement import MOST_IN_GROUP, Helper, Placement
 from moonpool.scheduler.bookings import Booking, Part
 from moonpool.scheduler.choice import Option
 from moonpool.scheduler.costs import segments
 from moonpool.scheduler.policy import Asked
-from moonpool.scheduler.spans import MOST
 
 
 def booking_of(asked: Asked, option: Option, number: int, kind: int) -> Booking:
@@ -75,7 +74,7 @@ def flow_names(request: str) -> Iterator[str]:
     """All that ``flows_of`` may have begun for ``request``."""
     yield request
     yield _handed_over(request)
-    for at in range(1, MOST):
+    for at in range(1, MOST_IN_GROUP):
         yield _hop(request, at)
 
 

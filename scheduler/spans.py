@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite, sqrt
 
-MOST = 16  # workers in one group
 HALVINGS = 24  # to a hundredth of a token in the longest prompt
 
 

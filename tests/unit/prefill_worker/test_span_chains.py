@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.groups import SIZE, answered, check, count, group, ids
 from support.workers import ref
 
-from moonpool.core.errors import InvalidRequest, Reason
+from moonpool.core.errors import InvalidRequest, Reason, TransferFailed
 from moonpool.core.ids import Incarnation, MemberId, NodeId
-from moonpool.core.placement import Helper, Placement, Segment, Source, WorkerRef
+from moonpool.core.placement import MOST_IN_GROUP, Helper, Placement, Segment, Source, WorkerRef
 from moonpool.prefill_worker.chunk_planner import ChunkPlanner
 from moonpool.prefill_worker.pace import worth_waiting
 from moonpool.prefill_worker.spans import require_spans
@@ -83,6 +83,27 @@ async def test_workers_of_one_host_hand_spans_on_within_its_pool(tmp_path: Path,
         assert split.stores["a"].numbers()["digest_mismatches"] == 0
 
 
+async def test_a_private_copy_that_fails_costs_the_attempt_and_no_page(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(source: int, target: int) -> None:
+        raise TransferFailed("another rank of this worker: out of memory")
+
+    async with group(tmp_path, tiny_model) as split:
+        split.place(0)
+        prompt = ids(6 * SIZE, 8)
+        await answered(split, split.asker.request(prompt))
+        await split.decode.clear_device_pages()
+        with monkeypatch.context() as patched:
+            patched.setattr(split.prefill_engines[0], "copy_page", fail)
+            answer = await split.gateway.ask(split.asker.request(prompt))
+            assert answer.error is not None and answer.error.reason is Reason.TRANSFER_FAILED
+            await split.idle()
+        assert split.prefill_engines[0].pages.used == 0
+        request = split.asker.request(prompt)
+        check(split, request, await answered(split, request))
+
+
 async def test_without_reuse_spans_are_sent_under_names_that_nobody_finds(tmp_path: Path, tiny_model: Path) -> None:
     async with group(tmp_path, tiny_model, reuse=False) as split:
         split.place(1, ends=[4])
@@ -115,14 +136,35 @@ async def test_spans_that_make_no_sense_are_refused(tmp_path: Path, tiny_model: 
 
 @given(st.lists(st.integers(0, 12), max_size=4), st.integers(1, 200))
 def test_spans_follow_one_another_and_leave_a_token(ends: list[int], tokens: int) -> None:
-    worker = WorkerRef(MemberId("p"), Incarnation(1), NodeId("a"), "")
     good = all(a < b for a, b in zip([0, *ends], ends, strict=False)) and (not ends or ends[-1] * SIZE < tokens)
-    helpers = [Helper(worker, end) for end in ends]
+    helpers = [Helper(worker(f"p{i}"), end) for i, end in enumerate(ends)]
     if good:
-        require_spans(helpers, tokens, SIZE)
+        require_spans(helpers, tokens, SIZE, MemberId("p"))
     else:
         with pytest.raises(InvalidRequest, match="helpers"):
-            require_spans(helpers, tokens, SIZE)
+            require_spans(helpers, tokens, SIZE, MemberId("p"))
+
+
+def worker(name: str) -> WorkerRef:
+    return WorkerRef(MemberId(name), Incarnation(1), NodeId("a"), "")
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (["a", "p"], "p would compute several spans"),
+        (["a", "b", "a"], "a would compute several spans"),
+        ([f"h{i}" for i in range(MOST_IN_GROUP)], "16 of them and p are more than the 16 workers"),
+        (["a"] * 100_000, "100000 of them"),
+    ],
+    ids=["itself", "twice", "one too many", "far too many"],
+)
+def test_a_group_has_each_worker_once_and_no_more_than_it_may(names: list[str], what: str) -> None:
+    helpers = [Helper(worker(name), i + 1) for i, name in enumerate(names)]
+    with pytest.raises(InvalidRequest, match=f"helpers: .*{what}"):
+        require_spans(helpers, 10_000_000, SIZE, MemberId("p"))
+    most = [Helper(worker(f"h{i}"), i + 1) for i in range(MOST_IN_GROUP - 1)]
+    require_spans(most, 10_000_000, SIZE, MemberId("p"))
 
 
 def test_one_pass_takes_the_whole_span_up_to_its_bound() -> None:

@@ -17,7 +17,7 @@ from support.split import Split
 from support.store import until
 from support.workers import Answer, member, ref
 
-from moonpool.core.errors import DigestMismatch, Reason
+from moonpool.core.errors import DigestMismatch, PeerSilent, Reason
 from moonpool.core.ids import MemberId, RequestId, Role
 from moonpool.core.layout import KVLayout
 from moonpool.core.membership import Liveness, MemberChange
@@ -226,6 +226,31 @@ async def test_without_time_to_compute_its_blocks_the_lost_worker_is_named(tmp_p
         halt.go()
         assert answer.error is not None
         assert (answer.error.reason, answer.error.peer) == (Reason.PEER_SILENT, "prefill-0")
+        await split.idle()
+
+
+async def test_a_worker_before_that_cannot_be_asked_is_named_where_there_is_no_time_to_do_without(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with group(tmp_path, tiny_model) as split:
+        split.place(1, ends=ENDS)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PeerSilent("no session with the store node of b", peer="store-b")
+
+        monkeypatch.setattr(split.prefills[1]._handoffs, "begin", refuse)
+        request = split.asker.request(PROMPT)
+        check(split, request, await answered(split, request))
+        await split.clear_device_pages()
+        for store in split.stores.values():
+            store.pool.clear()
+        split.prefills[1]._runner.pace.measured(1, 1_000.0)  # seconds a token
+        computed = count(split, 1, "prefix_tokens_computed")
+        answer = split.gateway.begin(split.asker.request(PROMPT))
+        await asyncio.wait_for(answer.over.wait(), 10)
+        assert answer.error is not None
+        assert (answer.error.reason, answer.error.peer) == (Reason.PEER_SILENT, "store-b")
+        assert count(split, 1, "spans_alone") == 2 and count(split, 1, "prefix_tokens_computed") == computed
         await split.idle()
 
 
