@@ -21,7 +21,7 @@ from moonpool.engine.tensor_parallel.meeting import Meeting, Parted, Stopped
 from moonpool.engine.tensor_parallel.moves import RanksView
 from moonpool.engine.tensor_parallel.part import part_of
 from moonpool.engine.tensor_parallel.rank import Start
-from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks
+from moonpool.engine.tensor_parallel.ranks import Ranks
 from moonpool.engine.tensor_parallel.sharding import Share, columns, let_go, shared, shared_layer
 
 
@@ -47,7 +47,7 @@ class ParallelBackend:
             own = replace(placed(shared(recipe, Share(0, size), ()), device), layers=self._hand_out(recipe, device))
             pages = ranks.pages
             assert pages is not None
-            group = group_of(ranks.sums, pages.meeting, ranks.folder, 0, size, STEP_S, ranks.lost.done, device)
+            group = group_of(ranks.sums, pages.meeting, ranks.folder, 0, size, ranks.step_s, ranks.lost.done, device)
             for line in ranks.lines:
                 line.record()  # it has found the others
         except (OSError, EOFError, RuntimeError, Parted) as e:
@@ -82,7 +82,7 @@ class ParallelBackend:
                 kv_heads=(heads.start, heads.stop),
                 columns=width,
                 sums=self._ranks.sums,
-                timeout_s=STEP_S,
+                timeout_s=self._ranks.step_s,
                 keeping=asdict(self._ranks.keeping),
             )
             line.send_record(asdict(start))

@@ -86,7 +86,8 @@ class RanksView:
         self._everywhere(Move("copy_page", int(source), (int(target),)))
 
     def fill(self, pages: Sequence[int], byte: int) -> None:
-        """Also where a rank is gone, whose pages went with it: whoever frees pages has nothing to do about that."""
+        """Raises nothing of another rank: whoever frees pages has nothing to do about that. Pages of one that is gone went with
+        it; one that cannot fill its pages is taken for lost, since what it keeps there is no longer what is known here."""
         numbers = _plain(pages)
         for first in range(0, len(numbers), _MOST_PAGES):
             move = Move("fill", byte, numbers[first : first + _MOST_PAGES])
@@ -94,6 +95,8 @@ class RanksView:
                 self._everywhere(move)
             except PeerSilent:
                 move.on(self._own)
+            except TransferFailed as e:
+                self._ranks.lose(f"a rank of this worker could not overwrite freed pages: {e.message}")
 
     def _everywhere(self, move: Move) -> None:
         record = asdict(move)

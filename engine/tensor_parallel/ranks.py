@@ -7,6 +7,7 @@ the step under way wrote is not known. Whoever asked hears of it (``lost``), to 
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
@@ -27,10 +28,12 @@ from moonpool.engine.tensor_parallel.keeping import TOGETHER, Keeping
 from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.shared_pages import SharedPages
 
-STEP_S = 300.0  # within one step a rank waits no longer for another; rank 0 may wait for K/V from elsewhere meanwhile
+STEP_S = 300.0  # within one step a rank waits no longer for another
+HOOK_S = 60.0  # nor so much longer than a hook of rank 0, which waits for K/V from elsewhere as long as a request lives
 END_S = 3.0  # for a rank to end in order
 TOLD_S = 1.0  # between the end of a rank and that it is known
 _MODULE = "moonpool.engine.tensor_parallel"
+log = logging.getLogger(__name__)
 
 
 def meeting_folder(sums: Sums) -> Path | None:
@@ -44,8 +47,9 @@ class Ranks:
     ``moves``: a second line to each, where they keep pages apart.
     """
 
-    def __init__(self, count: int, sums: Sums, keeping: Keeping, command: Sequence[str]) -> None:
-        self.count, self.sums, self.keeping = count, sums, keeping
+    def __init__(self, count: int, sums: Sums, keeping: Keeping, command: Sequence[str], step_s: float = STEP_S) -> None:
+        """``step_s``: within one step a rank waits no longer for another."""
+        self.count, self.sums, self.keeping, self.step_s = count, sums, keeping, step_s
         self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
@@ -61,13 +65,18 @@ class Ranks:
         self._keeper.start()
 
     @classmethod
-    def start(cls, count: int, sums: Sums, keeping: Keeping = TOGETHER) -> Ranks:
-        """``count`` ranks beside this process, rank 0, that add up by ``sums``. ConfigError where one cannot be started."""
-        ranks = cls(count, sums, keeping, (sys.executable, "-m", _MODULE))
+    def start(cls, count: int, sums: Sums, keeping: Keeping = TOGETHER, waits_s: float = 0.0) -> Ranks:
+        """``count`` ranks beside this process, rank 0, that add up by ``sums``. ConfigError where one cannot be started.
+
+        ``waits_s``: so long a hook of rank 0 may wait within a step.
+        """
+        ranks = None
         try:
+            ranks = cls(count, sums, keeping, (sys.executable, "-m", _MODULE), max(STEP_S, waits_s + HOOK_S))
             ranks._started.result()
-        except OSError as e:
-            ranks.close()
+        except Exception as e:
+            if ranks is not None:
+                ranks.close()
             raise ConfigError(f"engine.tensor_parallel: a rank cannot be started: {e}", param="engine.tensor_parallel") from e
         return ranks
 
@@ -82,7 +91,7 @@ class Ranks:
     def open_moves(self, line: Line) -> None:
         """One more, to the rank at the end of ``line``."""
         ours, theirs = socket.socketpair()
-        ours.settimeout(STEP_S)
+        ours.settimeout(self.step_s)
         self.moves.append(Line(ours))
         with theirs:
             line.send_fd(theirs.fileno())
@@ -97,7 +106,7 @@ class Ranks:
         try:
             return PeerSilent(self.lost.result(TOLD_S))
         except TimeoutError:
-            self._lose(f"a rank of this worker does not answer: {error}")
+            self.lose(f"a rank of this worker does not answer: {error}")
         return PeerSilent(self.lost.result())
 
     def remove_folder(self) -> None:
@@ -126,7 +135,8 @@ class Ranks:
             self.pages = None
         self.remove_folder()
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """No step after this is computed, and whoever has them ends. The first reason stays."""
         with self._losing:
             if not self.lost.done():
                 self.lost.set_result(why)
@@ -139,9 +149,10 @@ class Ranks:
             self.pids = [child.pid for child in children]
             self._started.set_result(None)
             self._watch(children)
-        except OSError as e:
+        except Exception as e:  # whatever it is: somebody waits for the start, and later on for word of an end
             if self._started.done():
-                self._lose(f"the ranks of this worker cannot be watched: {e}")
+                log.exception("ranks cannot be watched")
+                self.lose(f"the ranks of this worker cannot be watched: {e}")
             else:
                 self._started.set_exception(e)
         finally:
@@ -149,7 +160,7 @@ class Ranks:
 
     def _start_one(self) -> subprocess.Popen[bytes]:
         ours, theirs = socket.socketpair()
-        ours.settimeout(STEP_S)
+        ours.settimeout(self.step_s)
         self.lines.append(Line(ours))
         with theirs:
             return subprocess.Popen(
@@ -170,7 +181,7 @@ class Ranks:
             if fd in found and not self._closing.is_set():
                 code = children[number].wait()
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                self._lose(f"rank {number + 1} of this worker (process {children[number].pid}) has ended: {how}")
+                self.lose(f"rank {number + 1} of this worker (process {children[number].pid}) has ended: {how}")
             os.close(fd)
 
 

@@ -37,7 +37,7 @@ def ranks_for(config: Config, model_dir: Path) -> Ranks | None:
     if reason is not None:
         raise cannot_share(reason)
     keeping = _keeping(config)
-    return Ranks.start(count - 1, _sums(config, keeping), keeping)
+    return Ranks.start(count - 1, _sums(config, keeping), keeping, config.timing.request_budget_ms / 1e3)
 
 
 def _keeping(config: Config) -> Keeping:

@@ -16,14 +16,14 @@ from moonpool.engine.tensor_parallel import start
 from moonpool.engine.tensor_parallel.keeping import Keeping
 from moonpool.engine.tensor_parallel.line import Line, Sums
 from moonpool.engine.tensor_parallel.rank import Rank, Start
-from moonpool.engine.tensor_parallel.ranks import Ranks, meeting_folder
+from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks, meeting_folder
 
 
 class ThreadRanks(Ranks):
     """``made`` are the ranks 1 and above, once they have their weights."""
 
     def __init__(self, count: int, sums: Sums, keeping: Keeping) -> None:
-        self.count, self.sums, self.keeping = count, sums, keeping
+        self.count, self.sums, self.keeping, self.step_s = count, sums, keeping, STEP_S
         self.folder = meeting_folder(sums)
         self.lost: Future[str] = Future()
         self.lines: list[Line] = []
@@ -78,7 +78,7 @@ def ranks_in_threads(*, apart: bool = False) -> Iterator[Callable[[], ThreadRank
 
     class Starting(ThreadRanks):
         @classmethod
-        def start(cls, count: int, sums: Sums, keeping: Keeping) -> ThreadRanks:
+        def start(cls, count: int, sums: Sums, keeping: Keeping, waits_s: float = 0.0) -> ThreadRanks:
             made.append(ThreadRanks(count, sums, replace(keeping, apart=True) if apart else keeping))
             return made[-1]
 

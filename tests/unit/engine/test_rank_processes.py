@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from moonpool.core.errors import ConfigError, PeerSilent
 from moonpool.engine.engine import Row
-from moonpool.engine.tensor_parallel.ranks import Ranks
+from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
 
@@ -105,6 +106,38 @@ def test_ranks_are_put_away_once_however_often_that_is_asked_for() -> None:
     assert os.read(reading, 1) == b"x"
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize("error", [OSError("no more processes"), ValueError("embedded null byte"), MemoryError()], ids=repr)
+def test_whatever_keeps_a_rank_from_starting_is_said_and_nobody_waits(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    threads = threading.active_count()
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: a rank cannot be started"):
+        Ranks.start(1, "memory")
+    until(lambda: threading.active_count() == threads)
+
+
+def test_ranks_that_cannot_be_watched_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no more memory")
+
+    monkeypatch.setattr(Ranks, "_watch", fail)
+    ranks = Ranks.start(0, "memory")
+    assert "cannot be watched: no more memory" in ranks.lost.result(10)
+    ranks.close()
+
+
+def test_ranks_wait_longer_for_one_another_than_a_hook_waits_for_what_comes_from_elsewhere() -> None:
+    """Or a rank would take rank 0, which waits for K/V of a long prompt within a step, for gone."""
+    for waits_s, step_s in ((120.0, STEP_S), (3_600.0, 3_660.0)):
+        ranks = Ranks.start(0, "memory", waits_s=waits_s)
+        assert ranks.step_s == step_s
+        ranks.close()
 
 
 def test_what_cannot_be_shared_is_refused_by_name(tmp_path: Path) -> None:

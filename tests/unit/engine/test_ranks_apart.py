@@ -302,6 +302,25 @@ def test_pages_can_be_freed_once_a_rank_is_gone_and_nothing_else(tiny_pair: Path
         engine.close()
 
 
+def test_a_rank_that_cannot_overwrite_freed_pages_is_lost_and_nobody_who_frees_them_hears_of_it(
+    tiny_pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device-side assert")
+
+    with ranks_in_threads(apart=True):
+        engine = load_tiny(tiny_pair, tensor_parallel=2, poison=True)
+        held = engine.pages.allocate(2)
+        other = engine._backend._ranks.made[1]._part.view
+        with monkeypatch.context() as patched:
+            patched.setattr(other, "fill", fail)
+            engine.pages.release(held)
+        assert engine.lost is not None and "device-side assert" in engine.lost.result(0)
+        with pytest.raises(PeerSilent, match="could not overwrite freed pages"):
+            engine.forward([Row([1, 2], 0, held, True)])
+        engine.close()
+
+
 def settings(model: Path, count: int, **values: object) -> Config:
     chosen = {"block_tokens": BLOCK, "tensor_parallel": count, **values}
     return Config(model=ModelConfig(path=str(model), dtype="float32"), engine=EngineConfig.model_validate(chosen))
