@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 import os
 from dataclasses import dataclass, replace
@@ -12,8 +11,6 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from moonpool.core.config import Config
@@ -21,21 +18,22 @@ from moonpool.core.errors import ConfigError
 from moonpool.core.layout import ITEM_BYTES, MLA, KVLayout
 from moonpool.core.parsing import read_json
 from moonpool.engine import attention
-from moonpool.engine.checkpoint import require_model, weight_files
+from moonpool.engine.checkpoint import ADAPTER_WEIGHTS, require_model, weight_files
 from moonpool.engine.device import available, device_of, page_bytes
 from moonpool.engine.latent_attention import page_latents
+from moonpool.engine.loaded_weights import check_weights
 from moonpool.engine.page_tensor import CPU
 from moonpool.engine.quantised import Kept
-from moonpool.engine.refusals import refuse
+from moonpool.engine.refusals import MEND, refuse, refusing
 from moonpool.engine.shape import Shape
 from moonpool.engine.support import Probe, check_calls, check_config, check_rope
-
-log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CGROUP = Path("/sys/fs/cgroup")
 _RANK_BYTES = 256 << 20  # an interpreter with PyTorch
 _MAX_HEADER = 100 << 20  # safetensors' own bound
+# What the library divides by before anybody could ask it for its value.
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "decoder_sparse_step", "max_position_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class ModelFacts:
 class MemoryBudget:
     """Bytes a worker is about to take, before it takes them."""
 
-    weights: int
+    weights: int  # of adapters, too
     pages: int  # how many
     page_bytes: int  # of one, on the device
     available: int  # on the device
@@ -107,7 +105,7 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     layout = shape.layout("", config.model.dtype, config.engine.block_tokens)
     device, page = device_of(config), page_bytes(layout, config.engine.kv_dtype)
     count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // page
-    weights = item * sum(_elements(file) for file in weight_files(model_dir))
+    weights = item * (sum(_elements(file) for file in weight_files(model_dir)) + _of_adapters(config))
     ranks = (config.engine.tensor_parallel - 1) * _RANK_BYTES
     if device.type == "cuda" and ranks:
         return _budget_of_each(config.engine.tensor_parallel, layout, config.engine.kv_dtype, weights, count, ranks)
@@ -115,6 +113,17 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
         return MemoryBudget(weights, count, page, available(device), layout.block_bytes, _available())
     view = 0 if config.engine.kv_dtype == "auto" else layout.block_bytes
     return MemoryBudget(weights, count, page, _available(), view, ranks_bytes=ranks)
+
+
+def _of_adapters(config: Config) -> int:
+    """Numbers in the adapters that are named. One that cannot be read counts for none: what reads it in full refuses it."""
+    found = 0
+    for directory in config.model.adapters.values():
+        try:
+            found += _elements(Path(directory).expanduser() / ADAPTER_WEIGHTS)
+        except ConfigError:
+            pass
+    return found
 
 
 def _budget_of_each(ranks: int, layout: KVLayout, kept: Kept, weights: int, pages: int, processes: int) -> MemoryBudget:
@@ -143,19 +152,22 @@ def read_config(model_dir: Path) -> PreTrainedConfig:
         raise ConfigError(
             f"model.path: {model_dir} has no config.json; give a Hugging Face model directory", param="model.path"
         )
-    try:
+    raw = _fields(file)
+    for name in _COUNTS:
+        value = raw.get(name)
+        if type(value) is int and value < 1:
+            raise refuse(f"config.json: {name} is {value}, a positive number is needed", MEND)
+    with refusing(f"{file} is not a configuration the library knows (model_type {raw.get('model_type')!r})"):
         return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-        kind = _model_type(file)
-        raise refuse(f"{file} is not a configuration the library knows (model_type {kind!r}): {e}") from e
 
 
-def _model_type(file: Path) -> object:
+def _fields(file: Path) -> dict[str, object]:
+    """Empty where ``file`` is no JSON object: the library says so."""
     try:
         raw = read_json(file.read_bytes())
-    except ValueError:
-        return None
-    return raw.get("model_type") if isinstance(raw, dict) else None
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def context_of(config: Config, model_config: PreTrainedConfig) -> int:
@@ -208,7 +220,7 @@ def load_model(config: Config, model_dir: Path, device: torch.device = CPU) -> t
             f"model.path: {model_dir} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); add it", param="model.path"
         )
     transformers.logging.disable_progress_bar()  # the library's, of this process; a worker's log is no terminal
-    try:
+    with refusing(f"{model_dir} does not load as {model_config.model_type!r}"):
         model, report = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=model_config,
@@ -220,9 +232,7 @@ def load_model(config: Config, model_dir: Path, device: torch.device = CPU) -> t
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported, and refused below with the tensor's name
         )
-    except (ValueError, RuntimeError, KeyError, ImportError, OSError, SafetensorError) as e:
-        raise refuse(f"{model_dir} does not load as {model_config.model_type!r}: {e}") from e
-    _check_weights(report, model_dir)
+    check_weights(model, report, model_dir)
     model.eval()
     if shape.kind == MLA:
         page_latents(model)
@@ -233,18 +243,6 @@ def load_model(config: Config, model_dir: Path, device: torch.device = CPU) -> t
     return model, ModelFacts(shape, vocab, max_context, _eos_ids(model))
 
 
-def _check_weights(report: dict[str, object], model_dir: Path) -> None:
-    missing = sorted(report["missing_keys"])  # type: ignore[call-overload]
-    if missing:
-        raise refuse(f"{model_dir} lacks the tensor {missing[0]!r} ({len(missing)} missing)", "fetch the whole checkpoint")
-    mismatched = sorted(report["mismatched_keys"])  # type: ignore[call-overload]
-    if mismatched:
-        raise refuse(f"{model_dir}: tensor {mismatched[0]!r} has another shape than config.json says")
-    unused = sorted(report["unexpected_keys"])  # type: ignore[call-overload]
-    if unused:
-        log.warning("%s: %d tensors are not used: %s", model_dir, len(unused), ", ".join(unused[:20]))
-
-
 @torch.inference_mode()
 def _probe(model: torch.nn.Module, model_config: PreTrainedConfig, shape: Shape) -> None:
     kind = model_config.model_type
@@ -252,17 +250,20 @@ def _probe(model: torch.nn.Module, model_config: PreTrainedConfig, shape: Shape)
         if name not in inspect.signature(model.forward).parameters:
             raise refuse(f"{kind!r} has no argument {name}, which flattened batches need")
     probe = Probe()
-    try:
-        model(
+    with refusing(f"{kind!r} does not compute a flattened batch"):
+        logits: torch.Tensor = model(
             input_ids=torch.zeros((1, 2), dtype=torch.int64),
             position_ids=torch.arange(2)[None],
             use_cache=False,
             logits_to_keep=torch.tensor([1]),
             moonpool_step=probe,
-        )
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as e:
-        raise refuse(f"{kind!r} does not compute a flattened batch: {e}") from e
+        ).logits
     check_calls(probe, model_config, shape)
+    if not all(bool(numbers.isfinite().all()) for numbers in (logits, *probe.made())):
+        raise refuse(
+            f"{kind!r} computes what is no number, from zero, infinity or NaN in its weights or in config.json",
+            "fetch the model again",
+        )
 
 
 def _eos_ids(model: torch.nn.Module) -> frozenset[int]:

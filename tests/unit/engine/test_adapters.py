@@ -22,6 +22,7 @@ from moonpool.engine import adapting
 from moonpool.engine.checkpoint import adapter_digest
 from moonpool.engine.engine import Engine, Row, load_engine
 from moonpool.engine.families import recipe_of
+from moonpool.engine.loading import memory_budget
 from moonpool.engine.models import resolve_model
 from moonpool.engine.trial import difference
 
@@ -219,6 +220,17 @@ def test_where_adapters_are_not_computed_the_field_says_so(llama: Adapted, tmp_p
         _load(llama, {"narrow": narrow}, backend="compiled")
     with pytest.raises(ConfigError, match=r"engine.tensor_parallel: 2 ranks do not share adapters"):
         _load(llama, {"narrow": narrow}, tensor_parallel=2)
+
+
+def test_memory_for_adapters_is_counted_before_it_is_taken(llama: Adapted, tmp_path: Path) -> None:
+    def weights(adapters: dict[str, str]) -> int:
+        model = ModelConfig(path=str(llama.model_dir), dtype="float32", adapters=adapters)
+        return memory_budget(Config(model=model), llama.model_dir, pages=8).weights
+
+    wide = llama.model_dir / "wide"
+    numbers = sum(tensor.numel() for tensor in load_file(wide / "adapter_model.safetensors").values())
+    assert weights({"wide": str(wide)}) == weights({}) + 4 * numbers
+    assert weights({"gone": str(tmp_path / "gone")}) == weights({})
 
 
 def test_a_directory_of_an_adapter_is_no_model(llama: Adapted) -> None:
