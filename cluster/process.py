@@ -100,6 +100,7 @@ class Process:
         self._reporter: Reporter | None = None
         self._return: asyncio.Task[None] | None = None
         self._switching: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # a life that begins has begun before it is ended: others may hear of it earlier
         self._closing = False
         self._joined = False
         self._probe: Probe | None = None
@@ -118,7 +119,8 @@ class Process:
         self._made = await self._make(self.spec, self._member, self._peers, self._say)
         details = {**self._made.member.details, "probe": self._probe.address}
         self._member = replace(self._made.member, details=details)
-        await self._serve(face, self._made.service, self._peers)
+        async with self._turn:
+            await self._serve(face, self._made.service, self._peers)
         if self._made.lost is not None:
             self._made.lost.add_done_callback(self._lost)
         self._say(f"ready at {self._member.address}")
@@ -283,7 +285,7 @@ class Process:
     async def _come_back(self, made: Made, peers: Membership) -> None:
         """Drops everything that the fenced life held, and joins as a newer one; ends the process where that fails."""
         try:
-            async with asyncio.timeout(COME_BACK_S):
+            async with asyncio.timeout(COME_BACK_S), self._turn:
                 self._member = replace(self._member, incarnation=self._incarnations.next(), ready=False)
                 if made.again:
                     await self._live_again(made, made.again, peers)
@@ -330,7 +332,7 @@ class Process:
             return
         self._log.info("switching role", role=role.value)
         try:
-            async with asyncio.timeout(COME_BACK_S):
+            async with asyncio.timeout(COME_BACK_S), self._turn:
                 await asyncio.to_thread(keep_role, self.spec.state_dir, self.spec.member, role)
                 self._member = replace(self._member, role=role, incarnation=self._incarnations.next())
                 await self._live_again(made, again, peers)

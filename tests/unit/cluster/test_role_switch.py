@@ -175,6 +175,26 @@ async def test_nothing_of_a_life_takes_memory_any_more_when_the_next_one_begins(
         assert left == [None]
 
 
+async def test_a_switch_asked_for_as_soon_as_others_hear_of_the_first_life_ends_all_of_that_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join, welcome = Membership.join, asyncio.Event()
+
+    async def heard_of_first(peers: Membership, member: Member) -> None:
+        await join(peers, member)
+        await welcome.wait()
+
+    monkeypatch.setattr(Membership, "join", heard_of_first)
+    async with house(tmp_path) as h:
+        h.process.switch("decode", 5.0)
+        await h.not_ready()
+        await asyncio.sleep(0.1)
+        assert h.closed == [False], "it has not begun in full"
+        welcome.set()
+        await h.says("back as decode")
+        assert [task.get_name() for task in asyncio.all_tasks()].count("reporter") == 1
+
+
 async def test_what_does_not_finish_in_time_is_left_to_the_next_attempt(tmp_path: Path) -> None:
     async with house(tmp_path) as h:
         h.services[0].live = 1
