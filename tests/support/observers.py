@@ -40,10 +40,10 @@ class Prometheus:
         found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
         return found
 
-    def until(self, true: Callable[[], Any], what: str) -> Any:
+    def until(self, true: Callable[[], Any], what: str | Callable[[], str]) -> Any:
         until = time.monotonic() + PATIENCE_S
         while not (value := true()):
-            assert time.monotonic() < until, what
+            assert time.monotonic() < until, what if isinstance(what, str) else what()
             time.sleep(0.1)
         return value
 
