@@ -127,7 +127,7 @@ def _is_sparse(mlp: nn.Module, family: Family) -> bool:
 def _plain_experts(block: Any, family: Family) -> bool:
     """Of experts without biases, as all of these families have them."""
     sparse = family.sparse
-    if sparse is None or _names(block) != _EXPERT_PARTS | (_SHARED_PARTS if sparse.shared else set()):
+    if sparse is None or block.gate.top_k < 1 or _names(block) != _EXPERT_PARTS | (_SHARED_PARTS if sparse.shared else set()):
         return False
     router, experts = block.gate, block.experts
     weights = {name for name, _ in [*router.named_parameters(), *experts.named_parameters()]}

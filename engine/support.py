@@ -7,6 +7,8 @@ really asks of its attention function.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moonpool.core.layout import MLA
 from moonpool.engine.attention import AttentionCall, LatentCall
 from moonpool.engine.latent_support import is_latent, latent_width
-from moonpool.engine.refusals import one_number, refuse
+from moonpool.engine.refusals import MEND, one_number, refuse
 from moonpool.engine.shape import Shape
 
 # Rotary kinds whose angles depend on the position alone. The others switch with the length of the sequence, so that
@@ -24,16 +26,26 @@ from moonpool.engine.shape import Shape
 FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 LENGTH_ROPE = frozenset({"dynamic", "longrope"})
 ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+# Classes whose checkpoints the library reads as another model_type than they name: Mistral with layer_types.
+_RENAMED = {"ministral": ("MistralForCausalLM",)}
 
 
 def check_config(config: PreTrainedConfig) -> Shape:
     """UnsupportedModel unless ``config`` is of a decoder-only causal language model whose K/V this engine pages."""
     kind = config.model_type
-    named = list(getattr(config, "architectures", None) or [])
+    named = getattr(config, "architectures", None) or []
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        raise refuse(f"config.json: architectures is {named!r}, a list of class names is needed", MEND)
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     accepted = (causal,) if isinstance(causal, str) else tuple(causal or ())
-    if config.is_encoder_decoder or not accepted or (named and named[0] not in accepted):
+    if config.is_encoder_decoder or not accepted:
         raise refuse(f"architecture {(named or [kind])[0]!r} is not a decoder-only causal language model")
+    if named and named[0] not in accepted + _RENAMED.get(kind, ()):
+        raise refuse(
+            f"architecture {named[0]!r} is not a decoder-only causal language model of model_type {kind!r}, which is "
+            f"{accepted[0]!r}"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise refuse("the checkpoint is quantized (quantization_config)", "use its unquantized version")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
@@ -43,6 +55,10 @@ def check_config(config: PreTrainedConfig) -> Shape:
         raise refuse(f"layer type {odd[0]!r} is not implemented; known are {', '.join(sorted(ATTENTION_KINDS))}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise refuse(f"{kind!r} shares K/V between layers (num_kv_shared_layers)")
+    for name in SOFT_CAPS:
+        cap = getattr(config, name, None)
+        if cap is not None and not 0 < cap < math.inf:
+            raise refuse(f"config.json: {name} is {cap!r}, a positive number or null (no cap) is needed", MEND)
     return _shape(config)
 
 
@@ -90,6 +106,13 @@ class Probe:
         self.latent_calls.append((layer, call))
         return call.query_latent.transpose(0, 1).clone()
 
+    def made(self) -> Iterator[torch.Tensor]:
+        """What layers would have written into pages."""
+        for _, call in self.calls:
+            yield from (call.key, call.value)
+        for _, latent_call in self.latent_calls:
+            yield latent_call.latent
+
 
 def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
     """UnsupportedModel unless every layer asked once, in order, for attention that the backends implement."""
@@ -118,16 +141,36 @@ def check_calls(probe: Probe, config: PreTrainedConfig, shape: Shape) -> None:
             raise refuse(
                 f"layer {layer} of {kind!r} asks its attention function for {call.extra[0]!r}, which is not implemented"
             )
+        _check_scaling(kind, layer, call.scaling)
         if getattr(config, "attn_logit_softcapping", None) and call.softcap is None:
             raise refuse(f"layer {layer} of {kind!r} does not say its attn_logit_softcapping")
+        if call.window is not None and call.window < 1:
+            raise refuse(f"config.json: sliding_window is {call.window}, 1 token or more is needed in layer {layer}", MEND)
+        if layer_kind == "full_attention" and call.window is not None:
+            raise refuse(
+                f"config.json: layer_types says 'full_attention' of layer {layer}, which {kind!r} computes with a window of "
+                f"{call.window} tokens",
+                MEND,
+            )
         if layer_kind == "sliding_attention" and call.window is None:
             raise refuse(f"layer {layer} of {kind!r} is a sliding window layer but does not say its window")
     if getattr(config, "sliding_window", None) and kinds[0] is None and not any(windows):
         raise refuse(f"{kind!r} has sliding_window {config.sliding_window} but no layer uses it")
 
 
+def _check_scaling(kind: str, layer: int, scaling: object) -> None:
+    """Computed from config.json by the library, a complex number included."""
+    if not isinstance(scaling, int | float) or not 0 < scaling < math.inf:
+        raise refuse(
+            f"layer {layer} of {kind!r} multiplies its scores by {scaling!r}, a positive number is needed: config.json has a "
+            "wrong query_pre_attn_scalar, head_dim or factor of its rotary embedding",
+            MEND,
+        )
+
+
 def _check_latent_calls(probe: Probe, kind: str, shape: Shape) -> None:
     for layer, call in probe.latent_calls:
+        _check_scaling(kind, layer, call.scaling)
         heads, _, rank = call.query_latent.shape
         width = rank + call.query_rope.shape[2]
         if (heads, width, call.latent.shape[1]) != (shape.heads, shape.head_dim, shape.head_dim):

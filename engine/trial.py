@@ -11,6 +11,7 @@ from moonpool.engine.backends import Backend, Span
 from moonpool.engine.loading import ModelFacts
 from moonpool.engine.page_tensor import PageTensor
 from moonpool.engine.quantised import Kept
+from moonpool.engine.refusals import refuse
 
 _LENGTHS = (45, 9)  # tokens; over a border of blocks and within one
 _SEED = 1
@@ -77,8 +78,11 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 def disagreement(got: torch.Tensor, want: torch.Tensor, memory: PageTensor, kept: Kept | None = None) -> str | None:
     """Why a backend over ``memory`` that answers ``got`` may not serve, where the module answers ``want``; None: it may.
 
-    ``kept``: how pages are that it keeps beside ``memory``; None: it keeps none.
+    ``kept``: how pages are that it keeps beside ``memory``; None: it keeps none. UnsupportedModel where the module itself
+    answers what is no number.
     """
+    if not bool(want.isfinite().all()):
+        raise refuse("its own code computes logits that are no numbers: its weights hold infinity or NaN", "fetch it again")
     apart = difference(got, want)
     limit = _LIMITS[memory.layout.dtype] if (kept or memory.kept) == "auto" else _LIMIT_OF_EIGHT_BITS
     if apart <= limit:  # never of NaN
