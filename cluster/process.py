@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from moonpool.cluster.tracing.spans import Spans
 
 EXIT_STOPPED = 0
-EXIT_BAD_START = 2  # the configuration cannot work: starting again will not help
+EXIT_BAD_START = 2  # it cannot start: with a configuration that never worked here, starting again will not help
+READY = "ready at "  # how the line begins that says that it serves
 EXIT_FENCED = 75
 EXIT_STUCK = 77  # it stood still with work pending, and nobody else ended it
 EXIT_LOST = 78  # a process that computes with it has ended
@@ -123,7 +124,7 @@ class Process:
             await self._serve(face, self._made.service, self._peers)
         if self._made.lost is not None:
             self._made.lost.add_done_callback(self._lost)
-        self._say(f"ready at {self._member.address}")
+        self._say(f"{READY}{self._member.address}")
 
     def stop(self, code: int = EXIT_STOPPED) -> None:
         """Asks for the end; the first one's exit code counts."""

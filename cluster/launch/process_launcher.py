@@ -13,13 +13,12 @@ from pathlib import Path
 
 from moonpool.cluster.launch.plan import ends
 from moonpool.cluster.launch.state import StateDir
-from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Say
+from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, READY, Say
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.ids import MemberId
 
 BACKOFF_S = (0.2, 5.0)
 STABLE_S = 30.0  # a life this long starts the back-off anew
-READY = "ready at "  # a life that said so once is worth another one
 
 Command = Callable[[Path], Sequence[str]]
 
@@ -83,16 +82,17 @@ class ProcessLauncher:
         await asyncio.gather(*waits, return_exceptions=True)
 
     async def _keep(self, spec: RoleSpec, file: Path) -> None:
-        delay, restarts = BACKOFF_S[0], 0
+        delay, restarts, served = BACKOFF_S[0], 0, False
         while not self._stopping.is_set():
             began = time.monotonic()
             code, last, was_ready = await self._live(spec, file)
+            served = served or was_ready
             if self._stopping.is_set() or code == EXIT_STOPPED:
                 return
             if code == EXIT_RESTART:
                 self._say(f"[{spec.member}] left, to be started anew")
                 continue
-            if code == EXIT_BAD_START and not was_ready:
+            if code == EXIT_BAD_START and not served:
                 self._failed(spec.member, last or "it ended without a word")
                 return
             if restarts >= self._max_restarts:
@@ -101,7 +101,10 @@ class ProcessLauncher:
             restarts += 1
             if time.monotonic() - began > STABLE_S:
                 delay = BACKOFF_S[0]
-            self._say(f"[{spec.member}] ended with {_code_name(code)}; restart {restarts} in {delay:.1f} s")
+            # What worked once lacks something for a while, such as memory that others took when it died.
+            why = last.removeprefix(f"{spec.member}: ")
+            how = f"cannot start ({why})" if code == EXIT_BAD_START else f"ended with {_code_name(code)}"
+            self._say(f"[{spec.member}] {how}; restart {restarts} in {delay:.1f} s")
             await asyncio.sleep(delay)
             delay = min(2 * delay, BACKOFF_S[1])
 

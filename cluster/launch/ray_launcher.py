@@ -35,7 +35,7 @@ from moonpool.cluster.launch.ray_session import (
 )
 from moonpool.cluster.launch.state import StateDir
 from moonpool.cluster.own_host import with_own_host
-from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, Make, Say
+from moonpool.cluster.process import EXIT_BAD_START, EXIT_RESTART, EXIT_STOPPED, READY, Make, Say
 from moonpool.cluster.roles import make
 from moonpool.cluster.spec import RoleSpec
 from moonpool.core.blocks import load_hash_key
@@ -46,6 +46,7 @@ from moonpool.kvstore.regions import DEFAULT_DIRECTORY
 
 RETRY_S = 0.3  # while Ray restarts an actor (2 to 3 s), calls to it are refused
 FREE_S = 10.0  # for the name of a killed actor to come free
+BAD_START_S = (0.5, 5.0)  # before what worked once is tried again: twice as long each time, up to the second
 
 
 class RayLauncher:
@@ -73,6 +74,7 @@ class RayLauncher:
         self._actors: dict[MemberId, Any] = {}
         self._roles: dict[MemberId, Role] = {}
         self._keepers: dict[MemberId, asyncio.Task[None]] = {}
+        self._served: set[MemberId] = set()  # were ready once: their configuration can work
         self._stopping = asyncio.Event()
 
     async def open(self) -> Site:
@@ -195,7 +197,7 @@ class RayLauncher:
         """Runs the role again in every actor process that Ray makes for it, until it is stopped or given up."""
         from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-        running = False
+        running, bad_starts = False, 0
         while not self._stopping.is_set():
             actor = self._actors[spec.member]
             listener = asyncio.create_task(self._listen(spec.member, actor))
@@ -206,6 +208,15 @@ class RayLauncher:
                 if code == EXIT_RESTART:
                     self._say(f"[{spec.member}] left, to be started anew")
                     self._actors[spec.member] = await self._anew(spec, actor)
+                    continue
+                if code == EXIT_BAD_START and spec.member in self._served and bad_starts < self._config.cluster.max_restarts:
+                    # It lacks something for a while, such as memory that others took when it died.
+                    delay = min(BAD_START_S[0] * 2**bad_starts, BAD_START_S[1])
+                    bad_starts += 1
+                    why = why.removeprefix(f"{spec.member}: ")
+                    self._say(f"[{spec.member}] cannot start ({why}); restart {bad_starts} in {delay:.1f} s")
+                    if not await self._stopped_within(delay):
+                        self._actors[spec.member] = await self._anew(spec, actor)
                     continue
                 if code == EXIT_BAD_START:
                     self._failed(spec.member, why)
@@ -226,6 +237,13 @@ class RayLauncher:
                 return
             finally:
                 listener.cancel()
+
+    async def _stopped_within(self, limit_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), limit_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def _arrived(self, member: MemberId, actor: Any) -> None:
         """Another machine's process numbers mean nothing here: only those of this one are remembered."""
@@ -252,7 +270,10 @@ class RayLauncher:
 
         try:
             while True:
-                self._say(f"[{member}] {await resolved(actor.next_line.remote())}")
+                line = await resolved(actor.next_line.remote())
+                if line.startswith(READY):
+                    self._served.add(member)
+                self._say(f"[{member}] {line}")
         except RayError:
             return
 

@@ -49,6 +49,12 @@ class Dummy:
 async def make(spec: RoleSpec, member: Member, peers: Membership, say: Say) -> Made:
     if spec.config.model.name == "broken":
         raise ConfigError("model.name: 'broken' cannot be loaded; use another")
+    if spec.config.model.name == "starved":  # in its second life
+        lives = Path(spec.config.cluster.state_dir) / "lived"
+        count = len(lives.read_text()) if lives.exists() else 0
+        lives.write_text("." * (count + 1))
+        if count == 1:
+            raise ConfigError("store.pool_bytes: 2 bytes wanted, but 1 is free; use less")
     if spec.config.model.name == "big":
         say("loading")
         await asyncio.to_thread(time.sleep, 60.0)

@@ -16,6 +16,7 @@ from moonpool.cluster.launch.death_watch import DeathWatch
 from moonpool.cluster.launch.process_launcher import ProcessLauncher
 from moonpool.cluster.launch.state import StateDir
 from moonpool.cluster.membership import Membership
+from moonpool.cluster.process import READY
 from moonpool.cluster.registry import Registry
 from moonpool.cluster.spec import RoleSpec, with_absolute_paths
 from moonpool.core.config import ClusterConfig, Config, ModelConfig, TimingConfig
@@ -135,6 +136,20 @@ async def test_a_process_that_cannot_start_is_given_up_with_its_own_line(tmp_pat
         why = await asyncio.wait_for(h.failures.get(), 30.0)
         assert why == "conductor-0: model.name: 'broken' cannot be loaded; use another"
         assert not any("cannot be loaded" in line for line in h.said)
+
+
+async def test_one_that_worked_once_and_then_lacks_something_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    async with house(tmp_path, Config(model=ModelConfig(name="starved"))) as h:
+        first = await h.live_one()
+        while not any(READY in line for line in h.said):  # noqa: ASYNC110  a moment after it is live
+            await asyncio.sleep(0.01)
+        os.kill(first.pid, signal.SIGKILL)
+        second = await h.live_one(other_than=first.pid)
+        assert second.incarnation > first.incarnation
+        assert any(
+            "cannot start (store.pool_bytes: 2 bytes wanted, but 1 is free; use less); restart 2" in line for line in h.said
+        )
+        assert h.failures.empty()
 
 
 async def test_a_process_that_writes_a_line_without_an_end_is_kept_like_any_other(tmp_path: Path) -> None:
