@@ -9,7 +9,7 @@ from moonpool.core.layout import KV, KVLayout
 from moonpool.core.parsing import read_json
 
 # Families whose configuration means what its numbers say. Whether ``head_dim`` may be left out, to be hidden_size // heads.
-_PLAIN = {
+PLAIN = {
     "llama": True,
     "mistral": True,
     "mixtral": True,
@@ -47,11 +47,11 @@ def shape_in_file(model_dir: Path) -> Shape | None:
         raw = read_json((model_dir / "config.json").read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(raw, dict) or str(raw.get("model_type")) not in _PLAIN or "text_config" in raw:
+    if not isinstance(raw, dict) or str(raw.get("model_type")) not in PLAIN or "text_config" in raw:
         return None
     layers, heads, kv_heads, hidden = (_count(raw.get(name)) for name in (*_NUMBERS, "hidden_size"))
     head_dim = _count(raw.get("head_dim"))
-    if raw.get("head_dim") is None and _PLAIN[raw["model_type"]] and heads:
+    if raw.get("head_dim") is None and PLAIN[raw["model_type"]] and heads:
         head_dim = hidden // heads
     return Shape(layers, heads, kv_heads, head_dim) if layers and heads and kv_heads and head_dim else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -19,7 +20,7 @@ from moonpool.core.layout import MLA
 from moonpool.engine.attention import AttentionCall, LatentCall
 from moonpool.engine.latent_support import is_latent, latent_width
 from moonpool.engine.refusals import MEND, one_number, refuse
-from moonpool.engine.shape import Shape
+from moonpool.engine.shape import PLAIN, Shape
 
 # Rotary kinds whose angles depend on the position alone. The others switch with the length of the sequence, so that
 # K/V of a prefix would depend on what follows it.
@@ -75,20 +76,58 @@ def _shape(config: PreTrainedConfig) -> Shape:
 
 
 def check_rope(config: PreTrainedConfig, max_context: int) -> None:
-    """UnsupportedModel unless every rotary kind is known and, up to ``max_context`` tokens, depends on the position alone."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = all(isinstance(value, dict) for value in parameters.values())
-    for rope in parameters.values() if nested else [parameters]:
+    """UnsupportedModel unless every rotary kind is known, looks at all that it is given and, up to ``max_context`` tokens,
+    depends on the position alone."""
+    for rope in _ropes(config):
         kind = rope.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in FIXED_ROPE | LENGTH_ROPE:
+            raise refuse(f"rope type {kind!r} is unknown; known are {', '.join(sorted(FIXED_ROPE | LENGTH_ROPE))}")
+        _check_all_is_looked_at(config.model_type, rope, kind)
         if kind in LENGTH_ROPE:
-            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            original = _original_length(config, rope)
             if max_context > original:
                 raise refuse(
                     f"rope type {kind!r} changes all angles beyond {original} tokens, so cached prefixes would be wrong",
                     f"set model.max_context to {original} or less",
                 )
-        elif kind not in FIXED_ROPE:
-            raise refuse(f"rope type {kind!r} is unknown; known are {', '.join(sorted(FIXED_ROPE | LENGTH_ROPE))}")
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Rotary parameters, those of each layer type where they differ by it."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    of_types = [name for name, value in parameters.items() if isinstance(value, dict)]
+    if not of_types:
+        return [parameters]
+    one_for_all = sorted({"rope_type", "type", "factor"} & set(parameters))
+    if one_for_all or not getattr(config, "layer_types", None):
+        raise refuse(
+            f"config.json: its rope parameters hold some for {of_types[0]!r} alone, which {config.model_type!r} looks at for "
+            f"no layer or beside {one_for_all}",
+            MEND,
+        )
+    return [value for value in parameters.values() if isinstance(value, dict)]
+
+
+def _check_all_is_looked_at(model_type: str, rope: dict[str, Any], kind: str) -> None:
+    """The library's classes go by ``rope_type`` and leave the rest alone, however it was meant."""
+    if rope.get("type") not in (None, kind):
+        raise refuse(f"config.json: its rope parameters say type {rope['type']!r}, and rope_type is {kind!r}", MEND)
+    if kind == "default" and rope.get("factor") not in (None, 1):
+        raise refuse(f"config.json: its rope parameters say factor {rope['factor']!r}, but no rope_type that looks at it", MEND)
+    if model_type in PLAIN and rope.get("partial_rotary_factor") not in (None, 1):
+        part = rope["partial_rotary_factor"]
+        raise refuse(f"config.json: partial_rotary_factor is {part!r}, and {model_type!r} turns whole heads", MEND)
+
+
+def _original_length(config: PreTrainedConfig, rope: dict[str, Any]) -> int:
+    """Tokens up to which angles stay. The library's functions take it from any of these places."""
+    name = "original_max_position_embeddings"
+    said = [rope.get(name), getattr(config, name, None)]
+    lengths = [value for value in said if value is not None] or [config.max_position_embeddings]
+    odd = next((value for value in lengths if not isinstance(value, int) or value < 1), None)
+    if odd is not None:
+        raise refuse(f"config.json: {name} is {odd!r}, a number of tokens is needed", MEND)
+    return int(min(lengths))
 
 
 @dataclass(slots=True)

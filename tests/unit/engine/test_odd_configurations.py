@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -35,6 +36,7 @@ SHAPE = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
+FACTORS = {"long_factor": [2.0 + i / 4 for i in range(8)], "short_factor": [1.0 + i / 8 for i in range(8)]}
 LATENT = {
     **{name: size for name, size in SHAPE.items() if name != "head_dim"},
     "num_key_value_heads": 4,
@@ -52,6 +54,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=32),
     "gemma2": Gemma2Config(**SHAPE, sliding_window=32, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3": Gemma3TextConfig(**SHAPE, sliding_window=32, layer_types=["sliding_attention", "full_attention"]),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
     "deepseek_v2": DeepseekV2Config(**LATENT),
 }
@@ -96,6 +99,41 @@ WRONG: list[tuple[str, dict[str, object], str]] = [
     ("llama", {"rms_norm_eps": math.nan}, "computes what is no number"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "computes what is no number"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "4"}}, "does not load as 'llama'"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", **FACTORS}, "original_max_position_embeddings": 64},
+        "'longrope' changes all angles beyond 64 tokens",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": "64"}},
+        "original_max_position_embeddings is '64', a number of tokens",
+    ),
+    ("llama", {"rope_parameters": {"rope_type": ["linear"], "rope_theta": 1e4}}, r"rope type \['linear'\] is unknown"),
+    ("llama", {"rope_parameters": None, "rope_scaling": {"factor": 4.0}}, "say factor 4.0, but no rope_type"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+        "say type 'dynamic', and rope_type is 'linear'",
+    ),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and 'llama' turns whole heads"),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}},
+        "hold some for 'full_attention' alone, which 'llama' looks at for no layer",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "say type 'linear', and rope_type",
+    ),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "spiral"}}, "say type 'spiral', and rope_type"),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"factor": 8.0}}, "say factor 8.0, but no rope_type"),
+    (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "sliding_attention": {"rope_type": "default"}}},
+        "hold some for 'sliding_attention' alone.*beside",
+    ),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, a positive number is needed"),
     ("deepseek_v2", {"topk_method": None}, "does not compute a flattened batch"),
 ]
@@ -106,7 +144,7 @@ WRONG: list[tuple[str, dict[str, object], str]] = [
 def test_a_field_that_is_wrong_is_named(
     kind: str, fields: dict[str, object], reason: str, backend: str, saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=f"^model.path: .*{reason}.*; (correct|fetch|use)"):
+    with pytest.raises(UnsupportedModel, match=f"^model.path: .*{reason}.*; (correct|fetch|use|set)"):
         load_tiny(changed(saved[kind], tmp_path, **fields), backend=backend)
 
 
