@@ -113,7 +113,12 @@ def _halves(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[st
         match = _TENSOR.fullmatch(key)
         if match is None or match["module"].rsplit(".", 1)[-1] not in TARGETS:
             raise refuse(name, f"it has the tensor {key!r}; LoRA of {', '.join(TARGETS)} is all that is computed")
-        found.setdefault(match["module"], {})[match["half"]] = tensor
+        halves = found.setdefault(match["module"], {})
+        if match["half"] in halves:
+            raise refuse(
+                name, f"it has {match['module']}.lora_{match['half']} by two names, one of them {key!r}", "fetch it again"
+            )
+        halves[match["half"]] = tensor
     if not found:
         raise refuse(name, "it has no tensors")
     return found
@@ -142,6 +147,15 @@ def _pair(file: _File, module: str, halves: Mapping[str, torch.Tensor], model: n
                 f"{module}.lora_{half} has shape {has}, {shape} is needed",
                 "use an adapter that was trained for this model",
             )
+        if not halves[half].is_floating_point():
+            raise refuse(file.name, f"{module}.lora_{half} is of {halves[half].dtype}, quantised weights are not computed")
     weight = linear.weight
+    down = halves["A"].to(weight.device, weight.dtype)
     up = (halves["B"].float() * file.scaling).to(weight.device, weight.dtype)
-    return LowRank(halves["A"].to(weight.device, weight.dtype), up)
+    if not bool(down.isfinite().all() and up.isfinite().all()):
+        raise refuse(
+            file.name,
+            f"{module}: lora_A, lora_B or lora_alpha over r ({file.scaling:g}) hold infinity or NaN in {weight.dtype}",
+            "fetch it again",
+        )
+    return LowRank(down, up)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +170,11 @@ def _add(directory: Path, name: str, *shape: int) -> None:
     save_file(load_file(file) | {name: torch.zeros(shape)}, file)
 
 
+def _every(directory: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    file = directory / "adapter_model.safetensors"
+    save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file)
+
+
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "DoRA": (lambda d: _change(d, use_dora=True), "use_dora is True"),
@@ -188,6 +194,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a layer too many": (
         lambda d: _add(d, f"{Q.replace('.0.', '.7.')}.lora_A.weight", 4, 48),
         r"no linear layer 'model.layers.7.self_attn.q_proj'",
+    ),
+    "quantised weights": (lambda d: _every(d, lambda t: t.to(torch.int8)), "q_proj.lora_A is of torch.int8"),
+    "infinity": (lambda d: _every(d, lambda t: t + math.inf), "q_proj: lora_A, lora_B or .* hold infinity or NaN"),
+    "an alpha that is no number": (lambda d: _change(d, lora_alpha=math.nan), r"over r \(nan\) hold infinity or NaN"),
+    "one module by two names": (
+        lambda d: _add(d, f"{Q.removeprefix('base_model.model.')}.lora_A.weight", 4, 48),
+        "q_proj.lora_A by two names",
     ),
     "half a pair": (lambda d: _add(d, f"{Q.replace('q_proj', 'o_proj')}.lora_A.weight", 4, 64), "o_proj.lora_B is missing"),
 }
