@@ -88,9 +88,9 @@ def _check_models(config: Config) -> None:
     seen: set[str] = set()
     for model in config.models:
         for name in (model.served_name, *model.aliases, *model.adapters):
-            if len(name) > MAX_MODEL_CHARS or not name.isprintable() or (name != name.strip()):
+            if not name or len(name) > MAX_MODEL_CHARS or not name.isprintable() or (name != name.strip()):
                 raise ConfigError(
-                    f"model.name: {name[:MAX_MODEL_CHARS]!r} is no name of a model; use up to {MAX_MODEL_CHARS} printable "
+                    f"model.name: {name[:MAX_MODEL_CHARS]!r} is no name of a model; use 1 to {MAX_MODEL_CHARS} printable "
                     "characters", param="model.name",
                 )  # fmt: skip
             if name in seen:

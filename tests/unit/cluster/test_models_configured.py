@@ -35,6 +35,8 @@ def loaded(settings: Mapping[str, Any]) -> Config:
         ({"gateway.models": [BIG], "model.aliases": ["gpt-4o"]}, "'gpt-4o' names two models"),
         ({"gateway.models": [BIG], "model.adapters": {"gpt-4o": "/m/polite"}}, "'gpt-4o' names two models"),
         ({"gateway.models": [{**BIG, "aliases": [" x"]}]}, "' x' is no name of a model"),
+        ({"model.adapters": {"": "/m/polite"}}, "'' is no name of a model"),
+        ({"model.aliases": [""]}, "'' is no name of a model"),
         ({"gateway.models": [{**BIG, "pathh": "x"}]}, "did you mean path"),
         ({"cluster.nodes": NODES}, "node 'b' is of model 'big'; use one of smollm2"),
         ({"gateway.models": [BIG], "cluster.nodes": [NODES[0], {"name": "b", "model": "big", "both": 1}]},
