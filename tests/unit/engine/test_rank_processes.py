@@ -20,6 +20,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from moonpool.core.errors import ConfigError, PeerSilent
 from moonpool.engine.engine import Row
+from moonpool.engine.tensor_parallel import ranks as module
 from moonpool.engine.tensor_parallel.ranks import STEP_S, Ranks
 
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
@@ -120,6 +121,19 @@ def test_whatever_keeps_a_rank_from_starting_is_said_and_nobody_waits(
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: a rank cannot be started"):
         Ranks.start(1, "memory")
     until(lambda: threading.active_count() == threads)
+
+
+def test_a_rank_that_is_stopped_is_lost_and_one_that_goes_on_at_once_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.5)
+    ranks = Ranks.start(2, "memory")
+    os.kill(ranks.pids[0], signal.SIGSTOP)
+    os.kill(ranks.pids[0], signal.SIGCONT)
+    time.sleep(1.2)
+    assert not ranks.lost.done()
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    assert ranks.lost.result(5) == f"rank 2 of this worker (process {ranks.pids[1]}) was stopped"
+    until(lambda: not any(psutil.pid_exists(pid) for pid in ranks.pids))
+    ranks.close()
 
 
 def test_ranks_that_cannot_be_watched_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
