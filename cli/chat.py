@@ -19,6 +19,7 @@ from moonpool.cli.running import find
 
 def chat(
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
+    model: Annotated[str, typer.Option("--model", help="A model, alias or adapter; default: the first one served.")] = "",
     url: Annotated[str, typer.Option("--url", help="Base URL of a gateway; default: the cluster that runs here.")] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
@@ -35,7 +36,7 @@ def chat(
         _trust(running.local.trust)
     body = {
         "messages": [{"role": "user", "content": question}],
-        "model": _first_model(base),
+        "model": model or _first_model(base),
         "max_tokens": max_tokens,
         "temperature": temperature,
         "stream": True,

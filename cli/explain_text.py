@@ -49,7 +49,8 @@ def _decision(told: Told) -> str:
 
 def _outcome(told: Told) -> str:
     if (placed := told.get("placed")) is not None:
-        return f"placed on {placed['prefill']['id']} -> {placed['decode']['id']}"
+        workers = [share["worker"] for share in told.get("group", ())] or [placed["prefill"]["id"]]
+        return f"placed on {' + '.join(workers)} -> {placed['decode']['id']}"
     if (refused := told.get("refused")) is not None:
         return f"refused: {refused['reason']}"
     return "still waiting for a worker"

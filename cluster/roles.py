@@ -24,6 +24,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import Bug
 from moonpool.core.ids import Role
 from moonpool.core.membership import Member, Peers, Service
+from moonpool.core.sizes import sized
 from moonpool.kvstore.library.objects import RAW_LAYOUTS
 from moonpool.kvstore.sealing.keys import kv_keys
 
@@ -94,15 +95,15 @@ async def _store(spec: RoleSpec, member: Member, peers: Membership, say: Say) ->
         await workers_gone(peers, spec.node, 2 * timing.heartbeat_ms / 1e3, timing.drain_ms / 1e3)
         await landings_ended(lambda: service.numbers()["landings_open"], spec.config.store.drain_ms / 1e3)
         report = await service.leave()
-        mib = 1 << 20
-        say(
-            f"moved out: {report.blocks_saved} blocks ({report.bytes_saved / mib:.1f} MiB) saved, "
-            f"{report.blocks_left} ({report.bytes_left / mib:.1f} MiB) not"
-        )
+        if report.blocks_saved or report.blocks_left:
+            say(
+                f"moved out: {report.blocks_saved} blocks ({sized(report.bytes_saved)}) saved, "
+                f"{report.blocks_left} ({sized(report.bytes_left)}) not"
+            )
 
     node = await start(member)
-    slots, slot_mib = node.slots.total(layout.slot_bytes), layout.slot_bytes / (1 << 20)
-    memory = f"pool {slots * slot_mib:.1f} MiB, {slots} slots of {slot_mib:.1f} MiB"
+    slots = node.slots.total(layout.slot_bytes)
+    memory = f"pool {sized(slots * layout.slot_bytes)}, {slots} slots of {sized(layout.slot_bytes)}"
     say(f"memory: {memory}")
     for line in node.lower.lines():
         say(line)

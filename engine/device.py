@@ -47,8 +47,9 @@ def device_of(config: Config) -> torch.device:
 def cuda_trouble(config: Config) -> str | None:
     """Why this process cannot compute on a GPU."""
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        return "torch is a CPU build" if built is None else f"torch {torch.__version__} sees no GPU"
+        if torch.version.cuda is None:
+            return "torch is a CPU build (docs/gpu.md names what a GPU needs)"
+        return f"torch {torch.__version__} sees no GPU"
     if find_spec("triton") is None:
         return "the package triton, whose kernels attend there, is not installed"
     if config.engine.tensor_parallel > torch.cuda.device_count():

@@ -17,6 +17,7 @@ from moonpool.core.config import Config
 from moonpool.core.errors import ConfigError
 from moonpool.core.layout import ITEM_BYTES, MLA, KVLayout
 from moonpool.core.parsing import read_json
+from moonpool.core.sizes import sized
 from moonpool.engine import attention
 from moonpool.engine.checkpoint import ADAPTER_WEIGHTS, require_model, weight_files
 from moonpool.engine.device import available, device_of, page_bytes
@@ -66,35 +67,31 @@ class MemoryBudget:
         """ConfigError with the numbers unless everything fits."""
         if self.pages < 1:
             raise ConfigError(
-                f"engine.page_bytes: not one page of {_mib(self.page_bytes)} fits; raise it, or set engine.pages",
+                f"engine.page_bytes: not one page of {sized(self.page_bytes)} fits; raise it, or set engine.pages",
                 param="engine.page_bytes",
             )
         if self.needed > self.available:
-            ranks = f", {_mib(self.ranks_bytes)} of further ranks" if self.ranks_bytes else ""
+            ranks = f", {sized(self.ranks_bytes)} of further ranks" if self.ranks_bytes else ""
             raise ConfigError(
-                f"engine.pages: {self.pages} pages of {_mib(self.page_bytes)}{ranks} and {_mib(self.weights)} of weights need "
-                f"{_mib(self.needed)}, {_mib(self.available)} of memory are available; lower engine.pages or "
+                f"engine.pages: {self.pages} pages of {sized(self.page_bytes)}{ranks} and {sized(self.weights)} of weights "
+                f"need {sized(self.needed)}, {sized(self.available)} of memory are available; lower engine.pages or "
                 "engine.page_bytes, or use a smaller model",
                 param="engine.pages",
             )
         if self.host_available is not None and self.pages * self.view_bytes > self.host_available:
             raise ConfigError(
-                f"engine.pages: the host's view of {self.pages} pages takes {_mib(self.pages * self.view_bytes)} of pinned "
-                f"memory, {_mib(self.host_available)} are available on this host; lower engine.pages or engine.page_bytes",
+                f"engine.pages: the host's view of {self.pages} pages takes {sized(self.pages * self.view_bytes)} of pinned "
+                f"memory, {sized(self.host_available)} are available on this host; lower engine.pages or engine.page_bytes",
                 param="engine.pages",
             )
 
     def __str__(self) -> str:
-        view = "" if self.host_available is None else f"; {_mib(self.pages * self.view_bytes)} pinned on the host"
-        ranks = f"further ranks {_mib(self.ranks_bytes)}, " if self.ranks_bytes else ""
+        view = "" if self.host_available is None else f"; {sized(self.pages * self.view_bytes)} pinned on the host"
+        ranks = f"further ranks {sized(self.ranks_bytes)}, " if self.ranks_bytes else ""
         return (
-            f"weights {_mib(self.weights)}, {ranks}{self.pages} pages of {_mib(self.page_bytes)}, "
-            f"together {_mib(self.needed)} of {_mib(self.available)} available{view}"
+            f"weights {sized(self.weights)}, {ranks}{self.pages} pages of {sized(self.page_bytes)}, "
+            f"together {sized(self.needed)} of {sized(self.available)} available{view}"
         )
-
-
-def _mib(n: int) -> str:
-    return f"{n / (1 << 20):.1f} MiB"
 
 
 def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) -> MemoryBudget:

@@ -58,6 +58,11 @@ def test_a_prompt_that_several_compute_shows_who_computes_what() -> None:
     assert "computed together: tokens 0 to 128 at prefill-1, from 0 to 25 ms" in text
 
 
+def test_a_line_of_a_prompt_that_several_compute_names_them_all() -> None:
+    shares = [{"worker": f"prefill-{i}", "begin": i, "end": i + 1, "begins_ms": 0.0, "ends_ms": 1.0} for i in (1, 0)]
+    assert "placed on prefill-1 + prefill-0 -> decode-0" in decision_line(TOLD | {"group": shares})
+
+
 def test_refused_and_still_waiting_requests_say_so() -> None:
     refused = copy.deepcopy(TOLD) | {"actual": None, "regret_ms": None}
     del refused["placed"]

@@ -190,6 +190,8 @@ class Scripted(BaseHTTPRequestHandler):
         if asked["messages"][0]["content"] == "refuse":
             self._send(429, "application/json", json.dumps({"error": {"message": "too busy"}}).encode())
             return
+        if asked["messages"][0]["content"] == "which model":
+            self.events = (delta(asked["model"]),)
         body = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in self.events)
         self._send(200, "text/event-stream", body + b"data: [DONE]\n\n")
 
@@ -226,6 +228,12 @@ def test_chat_prints_the_answer_as_it_streams(tmp_path: Path) -> None:
     with gateway({"choices": [{"delta": {"role": "assistant"}}]}, delta("Par"), delta("is."), {"choices": []}) as url:
         done = run(tmp_path, "chat", "hello", "--url", url)
     assert (done.returncode, done.stdout) == (0, "Paris.\n")
+
+
+def test_chat_asks_the_model_that_is_named_else_the_first_one_served(tmp_path: Path) -> None:
+    with gateway() as url:
+        assert run(tmp_path, "chat", "which model", "--url", url, "--model", "polite").stdout == "polite\n"
+        assert run(tmp_path, "chat", "which model", "--url", url).stdout == "m\n"
 
 
 def test_chat_reports_a_refusal_and_an_error_in_the_stream_in_the_servers_words(tmp_path: Path) -> None:

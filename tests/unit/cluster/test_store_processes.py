@@ -73,7 +73,7 @@ async def test_a_terminated_node_moves_its_blocks_out_before_it_is_gone(tmp_path
         await until(lambda: any(gone(c) and c.member.id == "store-b" for c in s.changes), "it left", 20)
         told = [c.member.ready for c in s.changes if c.member.id == "store-b" and not gone(c)]
         assert told[0] and not told[-1], "it said at once that it takes nothing new"
-        assert "moved out: 6 blocks (0.0 MiB) saved, 0 (0.0 MiB) not" in s.log("b")
+        assert "moved out: 6 blocks (24.0 KiB) saved, 0 (0.0 MiB) not" in s.log("b")
         async with s.worker("a", "decode-a") as reader:
             assert await reader.lookup(KEYS) == 6
             assert (await fetch(s, reader, "b"))[0] == 6, "from where they are now"
