@@ -32,9 +32,7 @@ STEP_S = 300.0  # within one step a rank waits no longer for another
 HOOK_S = 60.0  # nor so much longer than a hook of rank 0, which waits for K/V from elsewhere as long as a request lives
 END_S = 3.0  # for a rank to end in order
 TOLD_S = 1.0  # between the end of a rank and that it is known
-LOOK_S = (
-    1.0  # between two looks at whether a rank was stopped, which nothing tells: two of them in a row that say so are enough
-)
+LOOK_S = 1.0  # between two looks at whether a rank was stopped, which nothing tells; two in a row that say so are enough
 _MODULE = "moonpool.engine.tensor_parallel"
 log = logging.getLogger(__name__)
 
@@ -174,8 +172,8 @@ class Ranks:
             )
 
     def _watch(self, children: list[subprocess.Popen[bytes]]) -> None:
-        """Until one has ended or is stopped (SIGSTOP), or ``close`` was called. A step would wait for one that is stopped until the
-        worker counts as standing still, and so would every request here."""
+        """Until one has ended or is stopped (SIGSTOP), or ``close`` was called. For one that is stopped a step would wait until
+        the worker counts as standing still, and so would every request here."""
         poll = select.poll()
         ends = {os.pidfd_open(child.pid): number for number, child in enumerate(children)}
         for fd in (self._wake, *ends):
@@ -183,9 +181,9 @@ class Ranks:
         stopped: set[int] = set()
         while not (found := {fd for fd, _ in poll.poll(LOOK_S * 1e3)}):
             before, stopped = stopped, {number for number, child in enumerate(children) if _is_stopped(child.pid)}
-            for number in before & stopped:
+            if for_long := before & stopped:
+                number = min(for_long)
                 self.lose(f"rank {number + 1} of this worker (process {children[number].pid}) was stopped")
-            if self.lost.done():
                 break
         for fd, number in ends.items():
             if fd in found and not self._closing.is_set():
