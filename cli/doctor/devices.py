@@ -27,9 +27,10 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or ""
 TRY_KERNELS = """
 import json
 from moonpool.engine import kernel_cache
-from moonpool.engine.compiled.cpu import unfit_cpu
+from moonpool.engine.compiled.cpu import may_use_matrix_unit, unfit_cpu
 folder = str(kernel_cache.kernel_folder(kernel_cache.user_folder()).parent)
-print(json.dumps({"unfit": unfit_cpu() or "", "kept": kernel_cache.kept(), "folder": folder}))
+told = {"unfit": unfit_cpu() or "", "matrix": may_use_matrix_unit(), "kept": kernel_cache.kept(), "folder": folder}
+print(json.dumps(told))
 """
 TRY_UCX = """
 import os
@@ -65,12 +66,13 @@ def kernels(config: Config) -> Iterator[Finding]:
 
 
 def of_kernels(config: Config, told: dict[str, Any]) -> Iterator[Finding]:
-    """``told`` by numba in a process of its own: why the CPU is unfit, and whether kernels are kept in ``folder``."""
+    """``told`` by numba in a process of its own: what the CPU lacks or has, and whether kernels are kept in ``folder``."""
     unfit, backend, dtype = told["unfit"], config.engine.backend, config.model.dtype
     if not unfit and dtype != "bfloat16":
         unfit = f"model.dtype is {dtype}, it computes bfloat16"
     if not unfit:
-        yield ok("engine.backend: this CPU has AVX-512 bf16, so compiled can serve the families in docs/engine.md")
+        has = "AVX-512 bf16 and a matrix unit (AMX)" if told["matrix"] else "AVX-512 bf16"
+        yield ok(f"engine.backend: this CPU has {has}, so compiled can serve the families in docs/engine.md")
     elif backend == "compiled":
         yield fail(f"engine.backend: compiled cannot compute here: {unfit}", "engine.backend = auto")
     else:

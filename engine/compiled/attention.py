@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from moonpool.engine.compiled import tiles, vectors
+from moonpool.engine.compiled import matrix, tiles, vectors
+from moonpool.engine.compiled.cpu import has_matrix_unit
 from moonpool.engine.compiled.features import QUERY_ROWS
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, byte, exp2_of, real, set_real, word
 
@@ -26,6 +27,9 @@ _weighted_6, _weighted_4, _weighted_3, _weighted_2, _weighted_1 = (tiles.weighte
 _highest_4, _highest_1 = vectors.highest(4), vectors.highest(1)
 _weights_4, _weights_1 = vectors.weights(4), vectors.weights(1)
 _half_6, _half_3, _half_1 = (tiles.weighted(r, 2) for r in (6, 3, 1))
+_HAS_MATRIX_UNIT = has_matrix_unit()  # a constant of what numba compiles: other CPUs do not have its instructions
+_matrix_scores_2, _matrix_scores_1 = matrix.scores(2), matrix.scores(1)
+_matrix_weighted_2, _matrix_weighted_1 = matrix.weighted(2), matrix.weighted(1)
 
 
 def scratch_bytes(head_dim: int) -> int:
@@ -248,7 +252,62 @@ def _weigh_half(scratch, dim, rows, pairs, stride):
 
 
 @njit(**INLINE)
-def _attend_range(model, layer, task, table, window, begin, end, flag, scratch):
+def _matrix_score(scratch, dim, rows, count):
+    """``_score``, 16 rows or 32 at a time: what lies behind the last one is scored, too."""
+    queries, keys, stride = _queries(scratch), _keys(scratch, dim), 4 * KEY_BLOCK
+    for tile in range(0, count, 2):
+        key = keys + tile * tiles.TILE_KEYS * dim * 2
+        for row in range(0, rows, 32):
+            query, out = queries + row * dim * 2, scratch + tile * 64 + row * stride
+            if rows - row > 16:
+                _matrix_scores_2(query, key, dim, out, stride)
+            else:
+                _matrix_scores_1(query, key, dim, out, stride)
+
+
+@njit(**INLINE)
+def _even(scratch, dim, rows, count):
+    """The matrix unit weighs keys by 32: a missing last tile is one of values that are zero, and that no row sees."""
+    if count % 2:
+        size = tiles.TILE_KEYS * dim * 2
+        vectors.zero(_values(scratch, dim) + count * size, size // 64)
+        for row in range(rows):
+            vectors.fill(scratch + (row * KEY_BLOCK + count * tiles.TILE_KEYS) * 4, 1, _UNSEEN)
+    return count + count % 2
+
+
+@njit(**INLINE)
+def _matrix_weigh(scratch, dim, rows, count):
+    """``_weigh``, 32 columns at a time; ``count`` is even."""
+    turns, stride = count // 2, 2 * KEY_BLOCK
+    for column in range(0, dim, 32):
+        value = _values(scratch, dim) + column * 4
+        for row in range(0, rows, 32):
+            weight, out = scratch + 4 * _WEIGHTS + row * stride, _sums(scratch, dim) + (row * dim + column) * 4
+            if rows - row > 16:
+                _matrix_weighted_2(weight, stride, value, dim * 4, turns, out, dim * 4)
+            else:
+                _matrix_weighted_1(weight, stride, value, dim * 4, turns, out, dim * 4)
+
+
+@njit(**INLINE)
+def _score_with_any(in_matrix, scratch, dim, rows, count):
+    if _HAS_MATRIX_UNIT and in_matrix:
+        _matrix_score(scratch, dim, rows, count)
+        return
+    _score(scratch, dim, rows, count)
+
+
+@njit(**INLINE)
+def _weigh_with_any(in_matrix, scratch, dim, rows, count):
+    if _HAS_MATRIX_UNIT and in_matrix:
+        _matrix_weigh(scratch, dim, rows, count)
+        return
+    _weigh(scratch, dim, rows, count)
+
+
+@njit(**INLINE)
+def _attend_range(model, in_matrix, layer, task, table, window, begin, end, flag, scratch):
     """Sums, maxima and totals of one range into scratch; rows that see no key of it keep a maximum of ``_UNSEEN``.
 
     False: somebody else has done the task meanwhile, as the byte at ``flag`` tells.
@@ -268,14 +327,16 @@ def _attend_range(model, layer, task, table, window, begin, end, flag, scratch):
             return False
         stop = min(block + KEY_BLOCK, end)
         count = _pack(model, layer, task.head, table, block, stop, end, scratch)
-        _score(scratch, dim, rows, count)
+        _score_with_any(in_matrix, scratch, dim, rows, count)
         if model.softcap > 0:
             for row in range(rows):
                 vectors.cap(scratch + row * 4 * KEY_BLOCK, count, model.scaling, model.softcap)
         if block + count * tiles.TILE_KEYS > task.position + 1 or (window and block < last + 1 - window):
             _mask(scratch, rows, group, task.position, block, count, window)
+        if in_matrix:
+            count = _even(scratch, dim, rows, count)
         _soften(model, scratch, dim, rows, count)
-        _weigh(scratch, dim, rows, count)
+        _weigh_with_any(in_matrix, scratch, dim, rows, count)
     return True
 
 
@@ -307,12 +368,12 @@ def _place_of(model, attended, token, head, row):
 @njit(**FLAGS)
 def attend(model, work, here, layer, window, task, flag, scratch):
     """One task: its range to ``partials``, or the end of its rows to ``attended``, both in the set at ``here``."""
-    dim, attended = model.head_dim, here + work.attended
+    dim, attended, in_matrix = model.head_dim, here + work.attended, work.tile_rows > 0
     rows = task.count * (model.heads // model.kv_heads)
     table = work.tables + 8 * task.table
     _take_queries(model, here + work.queries, task, scratch)
     if task.partial >= 0:
-        if not _attend_range(model, layer, task, table, window, task.begin, task.end, flag, scratch):
+        if not _attend_range(model, in_matrix, layer, task, table, window, task.begin, task.end, flag, scratch):
             return
         out = here + work.partials + 4 * task.partial
         vectors.copy(_sums(scratch, dim), rows * dim // 16, out)
@@ -321,7 +382,8 @@ def attend(model, work, here, layer, window, task, flag, scratch):
             set_real(out + 4 * (rows * dim + rows + row), real(scratch + 4 * (_TOTAL + row)))
         return
     for begin in range(task.begin, task.end, KEY_RANGE):
-        if not _attend_range(model, layer, task, table, window, begin, min(begin + KEY_RANGE, task.end), flag, scratch):
+        end = min(begin + KEY_RANGE, task.end)
+        if not _attend_range(model, in_matrix, layer, task, table, window, begin, end, flag, scratch):
             return
         if begin == task.begin:
             vectors.copy(_sums(scratch, dim), rows * dim // 16, _all_sums(scratch, dim))

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from moonpool.core.layout import KVLayout
 from moonpool.engine.backends import Hook, Span
-from moonpool.engine.compiled import phases, planning, step
-from moonpool.engine.compiled.buffers import LEAST_SETS, RING_BYTES, places_in_set, places_of_thread, width
+from moonpool.engine.compiled import matrix, phases, planning, step
+from moonpool.engine.compiled.buffers import LEAST_SETS, RING_BYTES, places_in_set, places_of_thread, widest_input, width
+from moonpool.engine.compiled.cpu import may_use_matrix_unit
 from moonpool.engine.compiled.crew import dismiss, fresh_sync
+from moonpool.engine.compiled.features import suits_matrix_unit
 from moonpool.engine.compiled.lanes import LOG2E
 from moonpool.engine.compiled.packing import by_turns, pack, pack_bias, padded
 from moonpool.engine.compiled.records import LAYER, MERGE, MODEL, TASK, WORK, one
@@ -53,6 +55,7 @@ class CompiledBackend:
         self._capacity = 0  # tokens of a step; none while there is no crew or it knows no buffers
         self._crew: list[threading.Thread] = []
         self._sync = fresh_sync(threads)
+        self._in_matrix = suits_matrix_unit(recipe) and may_use_matrix_unit()
         self._fill_model(pages)
         self._fill_layers()
         self._allocate(step_tokens)
@@ -125,11 +128,19 @@ class CompiledBackend:
         )
         self._order[:tasks] = planning.heaviest_first(self._tasks[:tasks])
         self._lay_out(len(ids), tasks, partials)
+        work["tile_rows"] = self._tile_rows(len(ids), int(rows[1].max()))
         ids = np.ascontiguousarray(ids, dtype=np.int64)
         work["tokens"], work["wanted_count"], work["task_count"], work["merge_count"] = len(ids), len(wanted), tasks, merges
         work["ids"], work["wanted"], work["tables"] = ids.ctypes.data, wanted_at.ctypes.data, tables.ctypes.data
         work["logits"] = logits.ctypes.data
         return [ids, wanted_at, tables]
+
+    def _tile_rows(self, tokens: int, most: int) -> int:
+        """Rows of numbers that one instruction of the matrix unit has to hold. ``most``: tokens of one row of the batch."""
+        if not self._in_matrix:
+            return 0
+        group = self._recipe.heads // self._layout.kv_heads
+        return min(max(tokens, most * group), matrix.TILE_ROWS)
 
     def _logits_for(self, rows: int) -> NDArray[np.float32]:
         if rows <= _KEPT_LOGITS:
@@ -159,6 +170,7 @@ class CompiledBackend:
     def _allocate(self, tokens: int) -> None:
         """Buffers for steps of ``tokens`` tokens. No crew may be at work: it knows the former ones."""
         self._buffers = []
+        self._behind = matrix.TILE_ROWS * widest_input(self._recipe) * 2  # the matrix unit reads rows that nobody wants
         recipe, layout, work = self._recipe, self._layout, self._works[0]
         most = planning.most_tasks(tokens, layout.kv_heads, self._longest, self._threads)
         self._tasks = np.zeros(most, TASK)
@@ -179,7 +191,7 @@ class CompiledBackend:
         work["threads"] = self._threads
 
     def _buffer(self, size: int) -> Address:
-        self._buffers.append(_aligned(size))
+        self._buffers.append(_aligned(size + self._behind))
         start: int = self._buffers[-1].ctypes.data
         return start
 
@@ -221,6 +233,7 @@ class CompiledBackend:
         model["pages"], model["page_bytes"], model["layer_bytes"] = pages.data_ptr(), layout.block_bytes, layout.slice_bytes
         model["plane_bytes"], model["block_tokens"] = layout.block_tokens * layout.row_bytes, layout.block_tokens
         cap = recipe.attention_softcap
+        model["shapes"] = self._hold(torch.from_numpy(matrix.shapes()))
         model["eps"], model["embedding_scale"], model["scaling"] = recipe.eps, recipe.embedding_scale, recipe.scaling
         model["softcap"], model["score_scale"] = cap or 0.0, LOG2E if cap else recipe.scaling * LOG2E
         model["gate_linear"], model["gate_cubic"] = _GATES[recipe.activation]

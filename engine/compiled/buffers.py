@@ -54,6 +54,11 @@ def width(recipe: Recipe) -> int:
     return (recipe.heads + 2 * recipe.kv_heads) * recipe.head_dim
 
 
+def widest_input(recipe: Recipe) -> int:
+    """Of any product of a layer."""
+    return max(recipe.hidden, recipe.heads * recipe.head_dim, recipe.intermediate)
+
+
 def _placed(sizes: Places, at: int, unit: int) -> tuple[Places, int]:
     """One after another from ``at`` on, each at a cache line; the end is a multiple of ``unit``."""
     places = {}

@@ -24,8 +24,8 @@ def write_by_outputs(model, layer, work, index, row, thread, own):
             ready = True
         first, last = unit_of(groups, 1, WIDE, threads, units, unit)
         product(
-            STORE, model, layer.qkv, layer.qkv_bias, own + model.own_normed, model.hidden, 0, here + work.qkv, outputs, tokens,
-            first, last, own + model.own_tile, flag_of(row, threads, unit),
+            STORE, model, work, layer.qkv, layer.qkv_bias, own + model.own_normed, model.hidden, 0, here + work.qkv, outputs,
+            tokens, first, last, own + model.own_tile, flag_of(row, threads, unit),
         )  # fmt: skip
         finish(row, threads, unit)
     row += work.row_bytes
@@ -54,7 +54,7 @@ def _back_by_outputs(model, work, weights, bias, x, inputs, base, out, mixed, af
             break
         first, last = unit_of(groups, 1, WIDE, threads, units, unit)
         tile, flag = own + model.own_tile, flag_of(row, threads, unit)
-        product(kind, model, weights, bias, x, inputs, base, place, model.hidden, tokens, first, last, tile, flag)
+        product(kind, model, work, weights, bias, x, inputs, base, place, model.hidden, tokens, first, last, tile, flag)
         finish(row, threads, unit)
     if not after:
         return
@@ -84,8 +84,8 @@ def _gate_by_outputs(model, layer, work, states, out, row, thread, own):
             ready = True
         first, last = unit_of(groups, 2, WIDE, threads, units, unit)
         product(
-            GATE, model, layer.gate_up, layer.gate_up_bias, own + model.own_normed, model.hidden, 0, out, model.intermediate,
-            tokens, first, last, own + model.own_tile, flag_of(row, threads, unit),
+            GATE, model, work, layer.gate_up, layer.gate_up_bias, own + model.own_normed, model.hidden, 0, out,
+            model.intermediate, tokens, first, last, own + model.own_tile, flag_of(row, threads, unit),
         )  # fmt: skip
         finish(row, threads, unit)
 

@@ -22,8 +22,8 @@ def write_by_tokens(model, layer, work, index, row, thread, own):
         token, last = unit_of(work.tokens, 1, BLOCK, threads, units, unit)
         norm_rows(model, before + token * model.hidden * 4, last - token, layer.attention_norm, normed)
         whole = product(
-            STORE, model, layer.qkv, layer.qkv_bias, normed, model.hidden, 0, qkv, outputs, last - token, 0, outputs // 16,
-            own + model.own_tile, flag_of(row, threads, unit),
+            STORE, model, work, layer.qkv, layer.qkv_bias, normed, model.hidden, 0, qkv, outputs, last - token, 0,
+            outputs // 16, own + model.own_tile, flag_of(row, threads, unit),
         )  # fmt: skip
         if whole:
             keys_values(model, layer, work, here, index, qkv, token, last, own)
@@ -31,11 +31,11 @@ def write_by_tokens(model, layer, work, index, row, thread, own):
 
 
 @njit(**INLINE)
-def _back_by_tokens(model, weights, bias, x, inputs, after, tokens, flag, own):
+def _back_by_tokens(model, work, weights, bias, x, inputs, after, tokens, flag, own):
     """Added to this thread's own states."""
     states, mixed, tile, groups = own + model.own_states, own + model.own_mixed, own + model.own_tile, model.hidden // 16
     kind, place = (STORE, mixed) if after else (ADD, states)
-    if not product(kind, model, weights, bias, x, inputs, states, place, model.hidden, tokens, 0, groups, tile, flag):
+    if not product(kind, model, work, weights, bias, x, inputs, states, place, model.hidden, tokens, 0, groups, tile, flag):
         return False
     if after:
         for t in range(tokens):
@@ -52,16 +52,16 @@ def _mix_block(model, layer, here, before, work, token, tokens, flag, own):
     vectors.copy(before + token * model.hidden * 4, vectors_in, states)
     attended = here + work.attended + token * width * 2
     if not _back_by_tokens(
-        model, layer.out, layer.out_bias, attended, width, layer.after_attention_norm, tokens, flag, own
+        model, work, layer.out, layer.out_bias, attended, width, layer.after_attention_norm, tokens, flag, own
     ):  # fmt: skip
         return False
     norm_rows(model, states, tokens, layer.mlp_norm, normed)
     if not product(
-        GATE, model, layer.gate_up, layer.gate_up_bias, normed, model.hidden, 0, gated, inner, tokens, 0, inner // 8,
+        GATE, model, work, layer.gate_up, layer.gate_up_bias, normed, model.hidden, 0, gated, inner, tokens, 0, inner // 8,
         own + model.own_tile, flag,
     ):  # fmt: skip
         return False
-    if not _back_by_tokens(model, layer.down, layer.down_bias, gated, inner, layer.after_mlp_norm, tokens, flag, own):
+    if not _back_by_tokens(model, work, layer.down, layer.down_bias, gated, inner, layer.after_mlp_norm, tokens, flag, own):
         return False
     vectors.copy(states, vectors_in, here + work.states + token * model.hidden * 4)
     return True

@@ -6,10 +6,11 @@ import torch
 
 from moonpool.core.layout import KVLayout
 from moonpool.engine.compiled.cpu import unfit_cpu
+from moonpool.engine.compiled.matrix import TILE_INPUTS
 from moonpool.engine.compiled.tiles import TILE_KEYS
 from moonpool.engine.recipe import Recipe
 
-QUERY_ROWS = 96  # queries times query heads per K/V head that are attended together
+QUERY_ROWS = 96  # queries times query heads per K/V head that are attended together; whole tiles of the matrix unit
 
 
 def unfit(recipe: Recipe, layout: KVLayout) -> str | None:
@@ -34,3 +35,9 @@ def unfit(recipe: Recipe, layout: KVLayout) -> str | None:
     if recipe.heads // recipe.kv_heads > QUERY_ROWS:
         return f"{recipe.heads // recipe.kv_heads} query heads share one K/V head, {QUERY_ROWS} may"
     return None
+
+
+def suits_matrix_unit(recipe: Recipe) -> bool:
+    """Whether all products of this model can be computed in a matrix unit; head_dim is as it has to be anyway."""
+    inputs = recipe.hidden, recipe.heads * recipe.head_dim, recipe.intermediate
+    return not any(size % TILE_INPUTS for size in inputs)

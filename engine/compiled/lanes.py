@@ -130,7 +130,7 @@ class Lanes:
 
     def prefetch(self, address: Any, near: int = 3) -> None:
         """``near``: 3 is into the L1 cache, 2 into the L2 cache."""
-        fn = self._function("llvm.prefetch.p0", ir.VoidType(), [POINTER, I32, I32, I32])
+        fn = self.function("llvm.prefetch.p0", ir.VoidType(), [POINTER, I32, I32, I32])
         read, where, data = ir.Constant(I32, 0), ir.Constant(I32, near), ir.Constant(I32, 1)
         self.builder.call(fn, [self.pointer(address), read, where, data])
 
@@ -147,9 +147,9 @@ class Lanes:
         return self.builder.inttoptr(address, POINTER)
 
     def _call(self, name: str, result: Any, *values: Any) -> Any:
-        return self.builder.call(self._function(name, result, [v.type for v in values]), list(values))
+        return self.builder.call(self.function(name, result, [v.type for v in values]), list(values))
 
-    def _function(self, name: str, result: Any, kinds: list[Any]) -> Any:
+    def function(self, name: str, result: Any, kinds: list[Any]) -> Any:
         module = self.builder.module
         return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, kinds), name)
 

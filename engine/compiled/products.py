@@ -5,18 +5,21 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from moonpool.engine.compiled import tiles, vectors
+from moonpool.engine.compiled import matrix, tiles, vectors
+from moonpool.engine.compiled.cpu import has_matrix_unit
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, byte, word
 
 BLOCK = 96  # tokens that go through the products of a layer together: they and one tile of weights stay in the L2 cache
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: written, added to what stands in ``base``, or gated
-TILE_BYTES = 6 * 64 * 4  # of one product in scratch
+HAS_MATRIX_UNIT = has_matrix_unit()  # a constant of what numba compiles: other CPUs do not have its instructions
+TILE_BYTES = matrix.SCRATCH_BYTES if HAS_MATRIX_UNIT else 6 * 64 * 4  # of one product in scratch
 WIDE, WIDE_HEAD = 4, 16  # groups of a unit: as many as a tile has, and of the output head
 FEW_ROWS = 4  # tokens of a unit whose work is small
 
 _p46, _p44, _p42, _p41 = (tiles.product(4, t) for t in (6, 4, 2, 1))
 _p26, _p24, _p22, _p21 = (tiles.product(2, t) for t in (6, 4, 2, 1))
 _p16, _p14, _p12, _p11 = (tiles.product(1, t) for t in (6, 4, 2, 1))
+_m22, _m21, _m14, _m12, _m11 = (matrix.product(rows, groups) for rows, groups in ((2, 2), (2, 1), (1, 4), (1, 2), (1, 1)))
 
 
 @njit(**INLINE)
@@ -50,31 +53,65 @@ def _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):
             _p11(weights, x, x_stride, inputs, bias, out, out_stride)
 
 
+@njit(**INLINE)
+def _matrix_tile(rows, groups, weights, x, x_stride, inputs, bias, out, out_stride):
+    if rows == 2:
+        if groups == 2:
+            _m22(weights, x, x_stride, inputs, bias, out, out_stride)
+        else:
+            _m21(weights, x, x_stride, inputs, bias, out, out_stride)
+    elif groups == 4:
+        _m14(weights, x, x_stride, inputs, bias, out, out_stride)
+    elif groups == 2:
+        _m12(weights, x, x_stride, inputs, bias, out, out_stride)
+    else:
+        _m11(weights, x, x_stride, inputs, bias, out, out_stride)
+
+
+@njit(**INLINE)
+def _any_tile(in_matrix, groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride):
+    if HAS_MATRIX_UNIT and in_matrix:
+        _matrix_tile(2 if tokens > 16 else 1, groups, weights, x, x_stride, inputs, bias, out, out_stride)
+        return
+    _tile(groups, tokens, weights, x, x_stride, inputs, bias, out, out_stride)
+
+
+@njit(**INLINE)
+def _rows_of_tile(in_matrix, left):
+    """Of ``left`` rows."""
+    if in_matrix:
+        return min(left, 32)
+    return 4 if left == 8 else (6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1)))
+
+
 @njit(**FLAGS)
-def product(kind, model, weights, bias, x, inputs, base, out, outputs, tokens, group, last_group, scratch, flag):
+def product(kind, model, work, weights, bias, x, inputs, base, out, outputs, tokens, group, last_group, scratch, flag):
     """Of ``tokens`` rows at ``x`` with the groups [group, last_group) of ``weights``, to rows of ``outputs`` in ``out``.
 
     ``ADD``: to what stands in ``base``, which may be ``out`` if no other thread has to do with it. ``GATE``: groups come
     by two, gate and up, and ``out`` is bf16 with half as many outputs. False: somebody else has done the unit meanwhile, as
     the byte at ``flag`` tells; ``out`` is not complete.
     """
+    in_matrix = work.tile_rows > 0
     while group < last_group:
         if byte(flag):
             return False
-        wide = 4 if last_group - group >= 4 else (2 if last_group - group >= 2 else 1)
+        widest = min(last_group - group, 2 if in_matrix and tokens > 16 else 4)
+        wide = 4 if widest >= 4 else (2 if widest >= 2 else 1)
         packed, start, column = weights + group * inputs * 32, bias + group * 64, group * 16
         token = 0
         while token < tokens:
-            left = tokens - token
-            many = 4 if left == 8 else (6 if left >= 6 else (4 if left >= 4 else (2 if left >= 2 else 1)))
-            here = x + token * inputs * 2
-            if kind == STORE:
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, out + (token * outputs + column) * 4, outputs * 4)
+            many = _rows_of_tile(in_matrix, tokens - token)
+            here, place = x + token * inputs * 2, out + (token * outputs + column) * 4
+            if kind == STORE and not (in_matrix and many % work.tile_rows):
+                _any_tile(in_matrix, wide, many, packed, here, inputs * 2, inputs, start, place, outputs * 4)
             else:
-                _tile(wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4)
+                _any_tile(in_matrix, wide, many, packed, here, inputs * 2, inputs, start, scratch, 64 * 4)
                 for i in range(many):
-                    if kind == ADD:
-                        place = ((token + i) * outputs + column) * 4
+                    place = ((token + i) * outputs + column) * 4
+                    if kind == STORE:
+                        vectors.copy(scratch + i * 256, wide, out + place)
+                    elif kind == ADD:
                         vectors.add(base + place, scratch + i * 256, wide, out + place)
                     else:
                         place = out + ((token + i) * outputs + column // 2) * 2

@@ -25,7 +25,8 @@ MODEL = np.dtype(
         ("plane_bytes", np.int64),  # K or V of one head of one page and layer
         ("block_tokens", np.int64),
         ("scratch_bytes", np.int64),  # of one thread; what follows is where in it something lies
-        ("own_tile", np.int64),  # float32 [6, 64]: one tile of a product
+        ("shapes", np.int64),  # of matrix registers, by rows: see ``matrix.shapes``
+        ("own_tile", np.int64),  # float32: one tile of a product
         ("own_row", np.int64),  # float32 [hidden or head_dim]
         ("own_normed", np.int64),  # bf16 [block, hidden]
         ("own_qkv", np.int64),  # float32 [block, (heads + 2 kv_heads) * head_dim]
@@ -72,6 +73,7 @@ WORK = np.dtype(
     [
         ("threads", np.int64),
         ("tokens", np.int64),
+        ("tile_rows", np.int64),  # of the matrix unit's registers; 0: the step does not use it
         ("first_layer", np.int64),
         ("last_layer", np.int64),
         ("embeds", np.int64),  # what this call does: 0 or 1 each

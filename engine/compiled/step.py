@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from numba import njit
 
-from moonpool.engine.compiled import vectors
+from moonpool.engine.compiled import matrix, vectors
 from moonpool.engine.compiled.attention import ask_ahead, attend, merge
 from moonpool.engine.compiled.by_outputs import mix_by_outputs, write_by_outputs
 from moonpool.engine.compiled.by_tokens import mix_by_tokens, write_by_tokens
 from moonpool.engine.compiled.crew import await_work, begin, enter, leave
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, word
 from moonpool.engine.compiled.phases import finish, flag_of, take, unit_of, units_of
-from moonpool.engine.compiled.products import BLOCK, FEW_ROWS, STORE, WIDE, WIDE_HEAD, product, set_of
+from moonpool.engine.compiled.products import BLOCK, FEW_ROWS, HAS_MATRIX_UNIT, STORE, WIDE, WIDE_HEAD, product, set_of
 
 FEW_TOKENS = 64  # of a step that is shared out by outputs
 
@@ -77,7 +77,7 @@ def _logits(model, work, row, thread, own):
             return
         first, last = unit_of(groups, 1, WIDE_HEAD, threads, units, unit)
         product(
-            STORE, model, model.head, model.head_bias, work.last, model.hidden, 0, work.logits, model.vocabulary, count,
+            STORE, model, work, model.head, model.head_bias, work.last, model.hidden, 0, work.logits, model.vocabulary, count,
             first, last, own + model.own_tile, flag_of(row, threads, unit),
         )  # fmt: skip
         finish(row, threads, unit)
@@ -99,6 +99,8 @@ def _run(models, layers, works, tasks, merges, sync, thread):
     model, work = models[0], works[0]
     own, row, threads = work.scratch + thread * model.scratch_bytes, work.board, work.threads
     few = work.tokens <= FEW_TOKENS
+    if HAS_MATRIX_UNIT and work.tile_rows:
+        matrix.configure(model.shapes + work.tile_rows * matrix.SHAPE_BYTES)
     if work.embeds:
         _embed(model, work, row, thread)
         row += work.row_bytes
@@ -121,6 +123,8 @@ def _run(models, layers, works, tasks, merges, sync, thread):
         row += (PHASES - 2) * work.row_bytes
     if work.ends:
         _logits(model, work, row, thread, own)
+    if HAS_MATRIX_UNIT and work.tile_rows:
+        matrix.release()
 
 
 @njit(**FLAGS)

@@ -206,6 +206,21 @@ def zero(typing: Any, row: Any, vectors: Any) -> Any:
 
 
 @intrinsic
+def fill(typing: Any, row: Any, vectors: Any, value: Any) -> Any:
+    """``vectors`` * 16 float32."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row, vectors, value = arguments
+        v = Lanes(builder)
+        lanes = v.splat(value)
+        with v.loop(vectors) as turn:
+            v.store(lanes, v.at(row, v.times(turn.index, 64)))
+        return context.get_dummy_value()
+
+    return types.void(_I64, _I64, _F32), code
+
+
+@intrinsic
 def widen(typing: Any, row: Any, vectors: Any, factor: Any, out: Any) -> Any:
     """out (float32) = row (bf16) * factor."""
 
