@@ -31,6 +31,8 @@ from moonpool.engine.support import Probe, check_calls, check_config, check_rope
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CGROUP = Path("/sys/fs/cgroup")
+# As they are, and merged for projections that are one (``Adapters.merged``): B of q, k and v with zeros for the others.
+ADAPTER_COPIES = 3
 _RANK_BYTES = 256 << 20  # an interpreter with PyTorch
 _MAX_HEADER = 100 << 20  # safetensors' own bound
 # What the library divides by before anybody could ask it for its value.
@@ -102,7 +104,7 @@ def memory_budget(config: Config, model_dir: Path, *, pages: int | None = None) 
     layout = shape.layout("", config.model.dtype, config.engine.block_tokens)
     device, page = device_of(config), page_bytes(layout, config.engine.kv_dtype)
     count = pages if pages is not None else config.engine.pages or config.engine.page_bytes // page
-    weights = item * (sum(_elements(file) for file in weight_files(model_dir)) + _of_adapters(config))
+    weights = item * (sum(_elements(file) for file in weight_files(model_dir)) + ADAPTER_COPIES * _of_adapters(config))
     ranks = (config.engine.tensor_parallel - 1) * _RANK_BYTES
     if device.type == "cuda" and ranks:
         return _budget_of_each(config.engine.tensor_parallel, layout, config.engine.kv_dtype, weights, count, ranks)

@@ -110,7 +110,8 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 def _check_all_is_looked_at(model_type: str, rope: dict[str, Any], kind: str) -> None:
     """The library's classes go by ``rope_type`` and leave the rest alone, however it was meant."""
-    if rope.get("type") not in (None, kind):
+    renamed = kind == "longrope" and rope.get("type") in ("su", "yarn")  # by the library's class for Phi-3
+    if rope.get("type") not in (None, kind) and not renamed:
         raise refuse(f"config.json: its rope parameters say type {rope['type']!r}, and rope_type is {kind!r}", MEND)
     if kind == "default" and rope.get("factor") not in (None, 1):
         raise refuse(f"config.json: its rope parameters say factor {rope['factor']!r}, but no rope_type that looks at it", MEND)

@@ -27,10 +27,10 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or ""
 TRY_KERNELS = """
 import json
 from moonpool.engine import kernel_cache
-from moonpool.engine.compiled.cpu import may_use_matrix_unit, unfit_cpu
+from moonpool.engine.compiled.cpu import has_matrix_unit, may_use_matrix_unit, unfit_cpu
 folder = str(kernel_cache.kernel_folder(kernel_cache.user_folder()).parent)
-told = {"unfit": unfit_cpu() or "", "matrix": may_use_matrix_unit(), "kept": kernel_cache.kept(), "folder": folder}
-print(json.dumps(told))
+matrix = {"has": has_matrix_unit(), "may": may_use_matrix_unit()}
+print(json.dumps({"unfit": unfit_cpu() or "", "matrix": matrix, "kept": kernel_cache.kept(), "folder": folder}))
 """
 TRY_UCX = """
 import os
@@ -71,8 +71,9 @@ def of_kernels(config: Config, told: dict[str, Any]) -> Iterator[Finding]:
     if not unfit and dtype != "bfloat16":
         unfit = f"model.dtype is {dtype}, it computes bfloat16"
     if not unfit:
-        has = "AVX-512 bf16 and a matrix unit (AMX)" if told["matrix"] else "AVX-512 bf16"
-        yield ok(f"engine.backend: this CPU has {has}, so compiled can serve the families in docs/engine.md")
+        unit = told["matrix"]
+        more = (" and a matrix unit (AMX)" + ("" if unit["may"] else ", which the kernel denies")) if unit["has"] else ""
+        yield ok(f"engine.backend: this CPU has AVX-512 bf16{more}, so compiled can serve the families in docs/engine.md")
     elif backend == "compiled":
         yield fail(f"engine.backend: compiled cannot compute here: {unfit}", "engine.backend = auto")
     else:

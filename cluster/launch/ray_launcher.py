@@ -197,7 +197,7 @@ class RayLauncher:
         """Runs the role again in every actor process that Ray makes for it, until it is stopped or given up."""
         from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-        running, bad_starts = False, 0
+        running, bad_starts, delay = False, 0, BAD_START_S[0]
         while not self._stopping.is_set():
             actor = self._actors[spec.member]
             listener = asyncio.create_task(self._listen(spec.member, actor))
@@ -211,17 +211,20 @@ class RayLauncher:
                     continue
                 if code == EXIT_BAD_START and spec.member in self._served and bad_starts < self._config.cluster.max_restarts:
                     # It lacks something for a while, such as memory that others took when it died.
-                    delay = min(BAD_START_S[0] * 2**bad_starts, BAD_START_S[1])
                     bad_starts += 1
                     why = why.removeprefix(f"{spec.member}: ")
                     self._say(f"[{spec.member}] cannot start ({why}); restart {bad_starts} in {delay:.1f} s")
                     if not await self._stopped_within(delay):
                         self._actors[spec.member] = await self._anew(spec, actor)
+                    delay = min(2 * delay, BAD_START_S[1])
                     continue
                 if code == EXIT_BAD_START:
                     self._failed(spec.member, why)
                 if code in (EXIT_BAD_START, EXIT_STOPPED):
                     return
+            except ValueError as e:  # Ray still has the name of the one before
+                self._failed(spec.member, f"cannot be started anew: {e}")
+                return
             except ActorDiedError as e:
                 if not self._stopping.is_set():
                     self._failed(spec.member, f"died for good: {last_line(e)}")

@@ -1,8 +1,8 @@
 """A whole decoder step for CPUs with AVX-512 bf16, compiled by numba: no C compiler, no OpenMP, no copy of K/V.
 
-Everything rests on one instruction, ``vdpbf16ps``: 16 lanes, and in each lane ``acc + a[0] * b[0] + a[1] * b[1]`` of two bf16
-pairs, summed in float32. A lane is one output (or one key, or one column of V), and lanes are never summed across. So the
-numbers that a lane multiplies, two by two, have to lie side by side:
+Everything is laid out for one instruction, ``vdpbf16ps``: 16 lanes, and in each lane ``acc + a[0] * b[0] + a[1] * b[1]`` of two
+bf16 pairs, summed in float32. A lane is one output (or one key, or one column of V), and lanes are never summed across. So the
+numbers that a lane multiplies, two by two, have to lie side by side; a matrix unit (AMX) reads the same order:
 
     weights [outputs, inputs], packed once at load             K of 16 keys, transposed into scratch for each use
 
@@ -23,10 +23,12 @@ blocks of ``KEY_BLOCK`` from position 0 on, in ranges of ``KEY_RANGE`` that are 
 is free. So greedy output is the same alone, batched, chunked, cached, and on any number of threads.
 
 ===========  =====================================================================================================
+cpu          what the CPU has to have, and whether it has a matrix unit that may be used
 features     what CPU, model and layout have to be like
 packing      weights into the order above
 lanes        the vocabulary of vector code: loads, pairs, dot, exp2, shuffles
 tiles        what runs in registers: a product of 64 outputs by 6 tokens, scores, weighted values
+matrix       the same in the matrix unit, 16 rows by 16 outputs in one instruction
 vectors      one row of numbers at a time: softmax, norms, rotary embedding, activation, conversions
 attention    queries of one K/V head against pages
 planning     who attends to what: tasks of one step

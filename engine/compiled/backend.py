@@ -136,7 +136,7 @@ class CompiledBackend:
         return [ids, wanted_at, tables]
 
     def _tile_rows(self, tokens: int, most: int) -> int:
-        """Rows of numbers that one instruction of the matrix unit has to hold. ``most``: tokens of one row of the batch."""
+        """Rows of numbers that a register of the matrix unit has to hold. ``most``: tokens of the longest row of the batch."""
         if not self._in_matrix:
             return 0
         group = self._recipe.heads // self._layout.kv_heads

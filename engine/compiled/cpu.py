@@ -48,5 +48,5 @@ def may_use_matrix_unit() -> bool:
         return False
     if ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0:
         return True
-    log.warning("the matrix unit of this CPU is not used: %s", os.strerror(ctypes.get_errno()))
+    log.warning("the matrix unit (AMX) of this CPU is not used, the kernel denies it: %s", os.strerror(ctypes.get_errno()))
     return False

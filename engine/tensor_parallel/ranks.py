@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,7 +33,8 @@ STEP_S = 300.0  # within one step a rank waits no longer for another
 HOOK_S = 60.0  # nor so much longer than a hook of rank 0, which waits for K/V from elsewhere as long as a request lives
 END_S = 3.0  # for a rank to end in order
 TOLD_S = 1.0  # between the end of a rank and that it is known
-LOOK_S = 1.0  # between two looks at whether a rank was stopped, which nothing tells; two in a row that say so are enough
+LOOK_S = 1.0  # between two looks at whether a rank was stopped, which nothing tells; as many in a row have to say so:
+_LOOKS = 3  # one may have been stopped and let go again between two
 _MODULE = "moonpool.engine.tensor_parallel"
 log = logging.getLogger(__name__)
 
@@ -178,11 +180,11 @@ class Ranks:
         ends = {os.pidfd_open(child.pid): number for number, child in enumerate(children)}
         for fd in (self._wake, *ends):
             poll.register(fd, select.POLLIN)
-        stopped: set[int] = set()
+        seen: Counter[int] = Counter()  # looks in a row at which a rank was stopped
         while not (found := {fd for fd, _ in poll.poll(LOOK_S * 1e3)}):
-            before, stopped = stopped, {number for number, child in enumerate(children) if _is_stopped(child.pid)}
-            if for_long := before & stopped:
-                number = min(for_long)
+            seen = Counter({n: seen[n] + 1 for n, child in enumerate(children) if _is_stopped(child.pid)})
+            if seen and max(seen.values()) >= _LOOKS:
+                number = max(seen, key=seen.__getitem__)
                 self.lose(f"rank {number + 1} of this worker (process {children[number].pid}) was stopped")
                 break
         for fd, number in ends.items():

@@ -254,12 +254,26 @@ def test_where_workers_compute_and_why_not_with_triton(
 )
 def test_the_backend_is_held_against_cpu_and_dtype(backend: str, dtype: str, unfit: str, grade: Grade, named: str) -> None:
     config = Config.model_validate({"engine": {"backend": backend}, "model": {"dtype": dtype}})
-    (finding,) = devices.of_kernels(config, {"unfit": unfit, "matrix": False, "kept": True, "folder": "/k"})
+    (finding,) = devices.of_kernels(
+        config, {"unfit": unfit, "matrix": {"has": False, "may": False}, "kept": True, "folder": "/k"}
+    )
     assert (finding.grade, named in f"{finding.what} {finding.fix}") == (grade, True), finding
 
 
+@pytest.mark.parametrize(
+    ("has", "may", "named"),
+    [(True, True, "a matrix unit (AMX), so"), (True, False, "denies"), (False, False, "AVX-512 bf16, so")],
+)
+def test_a_matrix_unit_is_told_and_whether_it_may_be_used(has: bool, may: bool, named: str) -> None:
+    told = {"unfit": "", "matrix": {"has": has, "may": may}, "kept": True, "folder": "/k"}
+    (finding,) = devices.of_kernels(Config(), told)
+    assert (finding.grade, named in finding.what) == (Grade.OK, True), finding
+
+
 def test_kernels_that_every_start_would_compile_anew_are_told() -> None:
-    *_, kept = devices.of_kernels(Config(), {"unfit": "", "matrix": True, "kept": False, "folder": "/k"})
+    *_, kept = devices.of_kernels(
+        Config(), {"unfit": "", "matrix": {"has": False, "may": False}, "kept": False, "folder": "/k"}
+    )
     assert (kept.grade, "/k" in kept.what, "XDG_CACHE_HOME" in kept.fix) == (Grade.WARN, True, True)
 
 

@@ -109,7 +109,7 @@ def test_an_unused_tensor_is_reported(tmp_path: Path, caplog: pytest.LogCaptureF
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.extra.weight"] = torch.zeros(3)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with caplog.at_level(logging.WARNING, logger="moonpool.engine.loading"):
+    with caplog.at_level(logging.WARNING, logger="moonpool.engine.loaded_weights"):
         load_tiny(tmp_path)
     assert "model.layers.0.extra.weight" in caplog.text
 

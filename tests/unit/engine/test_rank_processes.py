@@ -120,7 +120,7 @@ def test_whatever_keeps_a_rank_from_starting_is_said_and_nobody_waits(
     monkeypatch.setattr(subprocess, "Popen", fail)
     with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: a rank cannot be started"):
         Ranks.start(1, "memory")
-    until(lambda: threading.active_count() == threads)
+    until(lambda: threading.active_count() <= threads)
 
 
 def test_a_rank_that_is_stopped_is_lost_and_one_that_goes_on_at_once_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
