@@ -19,8 +19,8 @@ from moonpool.scheduler.spans import cut
 class Grouping:
     """Up to ``most`` workers on a prompt that takes one of them ``least_s``. Each must bring the first token ``gain_s`` nearer,
     and by ``share`` of the time left, and by what its own start-up costs those who wait. Who is free within ``soon`` of what
-    the prompt takes one worker may help. No group begins in the first ``settle_s`` after a prompt came: what comes with it, in
-    a burst, may be shorter and needs workers of its own. Where nobody could help there is nothing to wait for."""
+    the prompt takes one worker may help. Nothing is decided in the first ``settle_s`` after a prompt came, even where nobody
+    could help as yet: what comes with it, in a burst, may be shorter and needs workers of its own."""
 
     most: int
     least_s: float
@@ -39,6 +39,8 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
     alone = predict(asked, choice)
     if alone.work_s < rules.least_s or alone.wait_s > TIE_S:
         return choice
+    if asked.waited_s < rules.settle_s - TIE_S:
+        return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
     found, best, delayed = choice, alone, max(asked.waiting - 1, 0)
     helpers = _helpers(asked, choice, rules.soon * alone.work_s)[: most - 1]
     for count in range(1, len(helpers) + 1):
@@ -50,8 +52,6 @@ def grouped(asked: Asked, choice: Choice, rules: Grouping) -> Choice:
         if best.ttft.likely - option.ttft.likely < least:
             break
         found, best = tried, option
-    if found.helpers and asked.waited_s < rules.settle_s - TIE_S:
-        return replace(choice, hold=True, settle_s=rules.settle_s - asked.waited_s)
     return found
 
 

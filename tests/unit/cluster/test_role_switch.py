@@ -106,7 +106,7 @@ class House:
         await self.peers.until(there, 10.0, f"life as {role}")
 
     async def says(self, start: str) -> None:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while not (await self.said.get()).startswith(start):
                 pass
 

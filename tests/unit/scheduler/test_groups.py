@@ -159,15 +159,6 @@ def test_a_prompt_that_may_be_shared_waits_a_moment_for_what_comes_with_it() -> 
     assert cluster.conductor.numbers(cluster.now)["waiting"] == 0
 
 
-def test_a_prompt_that_nobody_could_help_with_waits_for_nothing() -> None:
-    for prefills, taken, numbers in ((1, 0, {}), (3, 2, {}), (3, 0, {"group_gain_s": 10.0})):
-        cluster = grouping(prefills, group_settle_s=0.05, **numbers)
-        for i in range(taken):
-            busy(cluster, f"prefill-{i}", 3_000)
-        placed = cluster.placed("long", LONG)
-        assert not placed.helpers
-
-
 def test_every_worker_of_a_group_is_booked_until_it_has_reported_its_span() -> None:
     cluster = grouping(3)
     placed = cluster.placed("r", LONG)
