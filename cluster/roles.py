@@ -6,6 +6,7 @@ Importing and loading hold up whatever thread does them for seconds: not the eve
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -130,6 +131,10 @@ async def _worker(spec: RoleSpec, member: Member, peers: Membership, say: Say) -
         },
     )
     start = await asyncio.to_thread(_worker_start, spec.role, config)
+    # What was imported and loaded stays. Looking through it all takes the collector a second on a slow core: in the middle of a
+    # request that silences a worker for long enough to be declared dead.
+    gc.collect()
+    gc.freeze()
 
     async def again(member: Member) -> tuple[Service, Member]:
         start = await asyncio.to_thread(_worker_start, member.role, config)
