@@ -13,9 +13,9 @@ import numpy as np
 from numba import njit
 
 from moonpool.engine.compiled import matrix, tiles, vectors
-from moonpool.engine.compiled.cpu import has_matrix_unit
 from moonpool.engine.compiled.features import QUERY_ROWS
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, byte, exp2_of, real, set_real, word
+from moonpool.engine.compiled.matrix import HAS_MATRIX_UNIT
 
 KEY_BLOCK = 128
 KEY_RANGE = 512
@@ -27,7 +27,6 @@ _weighted_6, _weighted_4, _weighted_3, _weighted_2, _weighted_1 = (tiles.weighte
 _highest_4, _highest_1 = vectors.highest(4), vectors.highest(1)
 _weights_4, _weights_1 = vectors.weights(4), vectors.weights(1)
 _half_6, _half_3, _half_1 = (tiles.weighted(r, 2) for r in (6, 3, 1))
-_HAS_MATRIX_UNIT = has_matrix_unit()  # a constant of what numba compiles: other CPUs do not have its instructions
 _matrix_scores_2, _matrix_scores_1 = matrix.scores(2), matrix.scores(1)
 _matrix_weighted_2, _matrix_weighted_1 = matrix.weighted(2), matrix.weighted(1)
 
@@ -292,7 +291,7 @@ def _matrix_weigh(scratch, dim, rows, count):
 
 @njit(**INLINE)
 def _score_with_any(in_matrix, scratch, dim, rows, count):
-    if _HAS_MATRIX_UNIT and in_matrix:
+    if HAS_MATRIX_UNIT and in_matrix:
         _matrix_score(scratch, dim, rows, count)
         return
     _score(scratch, dim, rows, count)
@@ -300,7 +299,7 @@ def _score_with_any(in_matrix, scratch, dim, rows, count):
 
 @njit(**INLINE)
 def _weigh_with_any(in_matrix, scratch, dim, rows, count):
-    if _HAS_MATRIX_UNIT and in_matrix:
+    if HAS_MATRIX_UNIT and in_matrix:
         _matrix_weigh(scratch, dim, rows, count)
         return
     _weigh(scratch, dim, rows, count)

@@ -19,8 +19,10 @@ from numba.core import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from moonpool.engine.compiled.cpu import has_matrix_unit
 from moonpool.engine.compiled.lanes import I8, Lanes, words
 
+HAS_MATRIX_UNIT = has_matrix_unit()  # a constant of what numba compiles: other CPUs do not have its instructions
 TILE_ROWS = 16  # of a register, at most
 TILE_INPUTS = 32  # bf16 in one of its rows
 SHAPE_BYTES = 64  # of what ``configure`` reads

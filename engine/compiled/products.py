@@ -6,12 +6,11 @@ import numpy as np
 from numba import njit
 
 from moonpool.engine.compiled import matrix, tiles, vectors
-from moonpool.engine.compiled.cpu import has_matrix_unit
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, byte, word
+from moonpool.engine.compiled.matrix import HAS_MATRIX_UNIT
 
 BLOCK = 96  # tokens that go through the products of a layer together: they and one tile of weights stay in the L2 cache
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: written, added to what stands in ``base``, or gated
-HAS_MATRIX_UNIT = has_matrix_unit()  # a constant of what numba compiles: other CPUs do not have its instructions
 TILE_BYTES = matrix.SCRATCH_BYTES if HAS_MATRIX_UNIT else 6 * 64 * 4  # of one product in scratch
 WIDE, WIDE_HEAD = 4, 16  # groups of a unit: as many as a tile has, and of the output head
 FEW_ROWS = 4  # tokens of a unit whose work is small

@@ -10,8 +10,9 @@ from moonpool.engine.compiled.by_outputs import mix_by_outputs, write_by_outputs
 from moonpool.engine.compiled.by_tokens import mix_by_tokens, write_by_tokens
 from moonpool.engine.compiled.crew import await_work, begin, enter, leave
 from moonpool.engine.compiled.lanes import FLAGS, INLINE, word
+from moonpool.engine.compiled.matrix import HAS_MATRIX_UNIT
 from moonpool.engine.compiled.phases import finish, flag_of, take, unit_of, units_of
-from moonpool.engine.compiled.products import BLOCK, FEW_ROWS, HAS_MATRIX_UNIT, STORE, WIDE, WIDE_HEAD, product, set_of
+from moonpool.engine.compiled.products import BLOCK, FEW_ROWS, STORE, WIDE, WIDE_HEAD, product, set_of
 
 FEW_TOKENS = 64  # of a step that is shared out by outputs
 
