@@ -44,6 +44,31 @@ _UNSET: dict[str, tuple[object, ...]] = {
     "use_bdlora": (None, False),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),
 }
+_READ = {"r", "lora_alpha", "use_rslora"}
+# What concerns training, or which layers were trained: the tensors say so themselves.
+_INERT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "parent_library",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +109,13 @@ def _read(name: str, directory: Path) -> _File:
     for key, fine in _UNSET.items():
         if raw.get(key) not in fine:
             raise refuse(name, f"{ADAPTER_CONFIG}: {key} is {raw.get(key)!r}, only {fine[-1] or fine[0]!r} is computed")
+    for key in sorted(raw.keys() - _UNSET.keys() - _READ - _INERT):
+        if raw[key]:  # a younger PEFT writes keys with values that mean "unset"
+            raise refuse(
+                name,
+                f"{ADAPTER_CONFIG}: {key} is {raw[key]!r}, which is not known here and may change answers",
+                "take it out if it only concerns training",
+            )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise refuse(name, f"{ADAPTER_CONFIG}: r is {rank!r}, a rank of 1 or more is needed")

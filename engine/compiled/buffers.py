@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moonpool.engine.compiled.attention import scratch_bytes
+from moonpool.engine.compiled.places import scratch_bytes
 from moonpool.engine.compiled.products import BLOCK, TILE_BYTES
 from moonpool.engine.compiled.step import FEW_TOKENS
 from moonpool.engine.recipe import Recipe

@@ -10,7 +10,7 @@ from moonpool.engine.compiled.matrix import TILE_INPUTS
 from moonpool.engine.compiled.tiles import TILE_KEYS
 from moonpool.engine.recipe import Recipe
 
-QUERY_ROWS = 96  # queries times query heads per K/V head that are attended together; whole tiles of the matrix unit
+QUERY_ROWS = 384  # queries times query heads per K/V head that are attended together; whole tiles of the matrix unit
 
 
 def unfit(recipe: Recipe, layout: KVLayout) -> str | None:

@@ -6,6 +6,7 @@ Addresses are int64. What an address points into must outlive the call: numba fr
 from __future__ import annotations
 
 import moonpool.engine.kernel_cache  # noqa: F401  # isort: skip  # before numba compiles anything
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -90,10 +91,11 @@ class Lanes:
         return self._call("llvm.fma.v16f32", F32x16, a, b, c)
 
     def larger(self, a: Any, b: Any) -> Any:
-        return self._call("llvm.maxnum.v16f32", F32x16, a, b)
+        """One instruction; LLVM's own ``maxnum`` is four, for the sake of NaN."""
+        return self._call("llvm.x86.avx512.max.ps.512", F32x16, a, b, _CURRENT_ROUNDING)
 
     def smaller(self, a: Any, b: Any) -> Any:
-        return self._call("llvm.minnum.v16f32", F32x16, a, b)
+        return self._call("llvm.x86.avx512.min.ps.512", F32x16, a, b, _CURRENT_ROUNDING)
 
     def narrow(self, x: Any) -> Any:
         """float32 to bf16, to nearest even."""
@@ -119,13 +121,15 @@ class Lanes:
         return self.builder.fdiv(self.constant(1.0), self.builder.fadd(self.constant(1.0), e))
 
     def highest(self, x: Any) -> Any:
-        return self._call("llvm.vector.reduce.fmax.v16f32", F32, x)
+        return self._of_lanes(x, self.larger)
 
     def total(self, x: Any) -> Any:
-        """Sum of the lanes, pairwise: always in the same order."""
+        return self._of_lanes(x, self.builder.fadd)
+
+    def _of_lanes(self, x: Any, both: Callable[[Any, Any], Any]) -> Any:
+        """All lanes in one, pairwise: always in the same order."""
         for distance in (8, 4, 2, 1):
-            moved = self.shuffle(x, x, [(i + distance) % LANES for i in range(LANES)])
-            x = self.builder.fadd(x, moved)
+            x = both(x, self.shuffle(x, x, [(i + distance) % LANES for i in range(LANES)]))
         return self.builder.extract_element(x, ir.Constant(I32, 0))
 
     def prefetch(self, address: Any, near: int = 3) -> None:

@@ -183,6 +183,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "ranks by pattern": (lambda d: _change(d, rank_pattern={"q_proj": 8}), "rank_pattern"),
     "another method": (lambda d: _change(d, peft_type="LOHA"), "peft_type is 'LOHA', only 'LORA'"),
     "a changed model": (lambda d: _change(d, init_lora_weights="pissa"), "init_lora_weights is 'pissa'"),
+    "what a younger PEFT may ask for": (lambda d: _change(d, use_newdora=[1]), r"use_newdora is \[1\], which is not known"),
     "no rank": (lambda d: _change(d, r=0), "r is 0"),
     "another rank": (lambda d: _change(d, r=8), r"lora_A has shape \(4, 48\), \(8, 48\) is needed"),
     "no alpha": (lambda d: _change(d, lora_alpha=None), "lora_alpha is None"),
@@ -212,8 +213,15 @@ def test_what_is_not_computed_is_refused_by_name(what: str, llama: Adapted, tmp_
     write_adapter(directory, llama.model_dir, ATTENTION, rank=4, alpha=8, seed=1)
     change, reason = WRONG[what]
     change(directory)
-    with pytest.raises(UnsupportedModel, match=f"model.adapters: 'odd': .*{reason}.*; (use|fetch)"):
+    with pytest.raises(UnsupportedModel, match=f"model.adapters: 'odd': .*{reason}.*; (use|fetch|take)"):
         _load(llama, {"odd": str(directory)})
+
+
+def test_keys_of_training_and_younger_keys_that_say_unset_are_fine(llama: Adapted, tmp_path: Path) -> None:
+    directory = tmp_path / "trained"
+    write_adapter(directory, llama.model_dir, ATTENTION, rank=4, alpha=8, seed=7)
+    _change(directory, lora_dropout=0.1, peft_version="0.18.0", qalora_group_size=16, use_newdora=False, newdora_at=None)
+    _load(llama, {"trained": str(directory)}).close()
 
 
 def _load(made: Adapted, adapters: dict[str, str], **engine: object) -> Engine:
