@@ -134,8 +134,14 @@ class Registration:
         else:
             await etcd.renew(self._lease)
         self._renewed = sent
-        if self._written is None and self._member is not None:  # fenced meanwhile
-            await self._register(etcd, self._member, self._lease)
+        member = self._member
+        if self._written is None and member is not None:  # fenced meanwhile
+            try:
+                await self._register(etcd, member, self._lease)
+            except (Fenced, LayoutMismatch):
+                if self._is_life_of(member):
+                    raise
+                # else the watch said so first, and what is found of that life is not to be said of the next one
 
     async def _register(self, etcd: Etcd, member: Member, lease: int) -> None:
         for _ in range(RACES):
@@ -149,7 +155,7 @@ class Registration:
             raise Away(f"{member.id}: its record kept changing")
         if not self._joined:
             await self._require_still_agreed(etcd, member)
-        if self._member is None or self._member.incarnation != member.incarnation:  # fenced, or left, meanwhile
+        if not self._is_life_of(member):  # fenced, or left, meanwhile
             return
         self._joined = True
         if self._member is member:
@@ -182,6 +188,9 @@ class Registration:
         except LayoutMismatch:
             await end_life(etcd, self._address, over(member, Liveness.GONE, "refused"))
             raise
+
+    def _is_life_of(self, member: Member) -> bool:
+        return self._member is not None and self._member.incarnation == member.incarnation
 
     def _fence(self, why: str, replaced: bool) -> None:
         self._member, self._joined, self._written = None, False, None

@@ -16,7 +16,7 @@ from support.etcd_members import NAME, Seen, eventually, member, members, operat
 from support.etcd_server import EtcdServer
 from support.line import Line
 
-from moonpool.cluster.etcd.book import Book
+from moonpool.cluster.etcd.book import Book, Item
 from moonpool.cluster.etcd.client import Away, Compacted, Etcd, Put
 from moonpool.cluster.etcd.records import MAX_BYTES, encode
 from moonpool.cluster.etcd.registration import Registration
@@ -113,6 +113,38 @@ async def test_a_silent_life_does_not_register_again_even_before_its_watch_tells
         assert not replaced and "it froze" in why
         item = await client.get(address.life(NAME))
         assert item is not None and item.value == silent.value
+        keep.cancel()
+        await asyncio.gather(keep, return_exceptions=True)
+
+
+async def test_a_life_that_its_watch_fenced_amid_a_registration_does_not_take_the_next_one_with_it(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+    async with operator(etcd.registry) as (client, address), operator(etcd.registry) as (other, _):
+        registration = Registration(address, 1, lambda why, replaced: fences.put_nowait((why, replaced)))
+        welcome = registration.begin(member())
+        keep = asyncio.create_task(registration.keep(client))
+        await asyncio.wait_for(welcome, 5.0)
+        get, asked, answers = client.get, asyncio.Event(), asyncio.Event()
+
+        async def late(key: bytes) -> Item | None:
+            asked.set()
+            await answers.wait()
+            return await get(key)
+
+        monkeypatch.setattr(client, "get", late)
+        registration.update(replace(member(), ready=False))
+        await asyncio.wait_for(asked.wait(), 5.0)
+        await other.put_if({}, [Put(address.life(NAME), encode(MemberChange(member(), Liveness.SILENT, "it froze")))])
+        book = Book(address)
+        await Watch(address, book, Trust(1.0, 1.0), 0.05, 5.0, lambda change: None, lambda: None).begin(other)
+        registration.check(book)
+        assert fences.get_nowait() == (f"{NAME}: was declared silent: it froze", False)
+        welcome = registration.begin(member(incarnation=2))
+        answers.set()
+        await asyncio.wait_for(welcome, 5.0)
+        assert fences.empty()
         keep.cancel()
         await asyncio.gather(keep, return_exceptions=True)
 
