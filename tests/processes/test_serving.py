@@ -25,6 +25,7 @@ from support.cluster import SPLIT, Answer, LocalCluster, complete, running
 from support.split import split_path
 from support.victims import PREFILLS, live_again
 
+from moonpool.core.ids import Role
 from moonpool.wire import pb
 
 pytestmark = [pytest.mark.model, pytest.mark.computes, pytest.mark.processes, pytest.mark.timeout(600)]
@@ -68,6 +69,11 @@ async def test_the_openai_client_chats_and_streams_with_usage(cluster: LocalClus
     assert text == answer.choices[0].message.content
     assert usage is not None and usage.total_tokens == answer.usage.total_tokens
     cluster.assert_idle()
+
+
+def test_only_those_that_compute_hold_pytorch_in_memory(cluster: LocalCluster) -> None:
+    maps = {c.member.role: Path(f"/proc/{c.member.pid}/maps").read_text() for c in cluster.changes().values()}
+    assert {role for role, loaded in maps.items() if "libtorch" in loaded} == {Role.PREFILL, Role.DECODE}
 
 
 WEATHER: dict[str, Any] = {
