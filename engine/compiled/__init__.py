@@ -31,6 +31,8 @@ tiles        what runs in registers: a product of 64 outputs by 6 tokens, scores
 matrix       the same in the matrix unit, 16 rows by 16 outputs in one instruction
 vectors      one row of numbers at a time: softmax, norms, rotary embedding, activation, conversions
 attention    queries of one K/V head against pages
+key_blocks   what a block of keys adds to rows of queries
+places       where a thread keeps what attention works on
 planning     who attends to what: tasks of one step
 crew         native threads that sleep between steps
 phases       who does what: units that any thread may take, and take over from one that lost its core
