@@ -10,10 +10,9 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from moonpool.cluster.gateway.lean import without_torch
+from moonpool.cluster.furnishing import furnish
 from moonpool.cluster.process import Make, Process, Say
 from moonpool.cluster.spec import RoleSpec
-from moonpool.core.ids import Role
 
 
 async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None = None) -> NoReturn:
@@ -22,9 +21,7 @@ async def run_role(spec: RoleSpec, make: Make, say: Say, *, lifeline: int | None
 
     ``lifeline`` is a descriptor whose other end its launcher holds: the launcher's death is then a reason to stop, too.
     """
-    os.environ.update({k: v for k, v in spec.environment().items() if k not in os.environ})
-    if spec.role is Role.GATEWAY:
-        without_torch()
+    furnish(spec)
     process = Process(spec, make, say)
     heed = _Signals(process)
     for number in (signal.SIGTERM, signal.SIGINT):

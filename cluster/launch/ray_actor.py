@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.cluster.gateway.lean import without_torch
+from moonpool.cluster.furnishing import furnish
 from moonpool.cluster.launch.host import machine
 from moonpool.cluster.launch.ray_session import LOCAL
 from moonpool.cluster.launch.reaper import reap_after
@@ -45,9 +45,7 @@ class RoleActor:
 
         kept = in_kept_role(RoleSpec.from_json(spec))
         self._spec = replace(kept, config=with_own_host(kept.config, ray.util.get_node_ip_address()))
-        os.environ.update({k: v for k, v in self._spec.environment().items() if k not in os.environ})
-        if self._spec.role is Role.GATEWAY:
-            without_torch()
+        furnish(self._spec)
         self._cluster, self._make = cluster, make
         self._process: Process | None = None
         self._stopped = False
