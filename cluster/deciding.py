@@ -11,6 +11,7 @@ from moonpool.core.config import Config, EngineConfig, SchedulerConfig
 from moonpool.core.errors import InvalidRequest
 from moonpool.scheduler.admission.make import make_admission
 from moonpool.scheduler.admission.policy import Admission
+from moonpool.scheduler.chunk_size import USUAL
 from moonpool.scheduler.conductor import Conductor
 from moonpool.scheduler.policies.make import make_policy
 from moonpool.scheduler.policies.moonpool import Moonpool
@@ -29,7 +30,7 @@ def policy_of(scheduler: SchedulerConfig, engine: EngineConfig = EngineConfig())
     """InvalidRequest names an unknown policy or setting."""
     settings = {**LIVE.get(scheduler.policy, {}), **scheduler.policy_settings}
     if scheduler.colocate and scheduler.policy == Moonpool.name:
-        chunk = engine.prefill_chunk
+        chunk = min(engine.prefill_chunk, USUAL)  # it computes beside answers
         paced = {"paced": 1.0, "gap_s": engine.gap_ms / 1e3} if engine.gap_ms else {}
         settings = {"colocate": COLOCATED_CHUNKS * chunk, "chunk": chunk, **paced, **settings}
     return make_policy(scheduler.policy, settings)

@@ -73,7 +73,11 @@ class EngineConfig(_Values):
     block_tokens: int = Field(64, ge=16, le=512, description="tokens per block (and per device page)")
     pages: int = Field(0, ge=0, description="device pages (tier G1) per worker; 0: from page_bytes")
     page_bytes: int = Field(512 * MIB, ge=MIB, description="device memory for pages per worker, where pages is 0")
-    prefill_chunk: int = Field(512, ge=1, description="tokens of prompts computed per step, at most")
+    prefill_chunk: int = Field(
+        2_048,
+        ge=1,
+        description="tokens of prompts computed per step, at most; above 512: where no answer waits and half a second will do",
+    )
     span_tokens: int = Field(
         8_192, ge=1, description="the same of a prompt that several prefill workers compute, each its span in one step"
     )

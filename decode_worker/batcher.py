@@ -90,6 +90,11 @@ class Batcher:
     def running(self) -> int:
         return sum(1 for s in self._holding if s.phase is Phase.RUNNING)
 
+    @property
+    def expecting(self) -> bool:
+        """A hand-off may join between any two steps, with its first id told already."""
+        return any(s.remote and s.phase is Phase.FILLING for s in self._holding)
+
     def decoding(self) -> list[Sequence]:
         """Sequences that get an id from every step."""
         return [s for s in self._holding if s.phase is Phase.RUNNING and s.left == 1]

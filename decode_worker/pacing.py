@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from moonpool.core.gaps import Gaps, Room, tightest
 from moonpool.decode_worker.batcher import ChunkRoom, Step, StepRow
 from moonpool.decode_worker.sequence import Sequence
-from moonpool.scheduler.chunk_size import Chunking, Prompt, StepCost, Work
+from moonpool.scheduler.chunk_size import USUAL, Chunking, Prompt, StepCost, Work
 
 
 class Pacing:
     def __init__(self, *, gap_s: float, chunk_tokens: int) -> None:
         """``gap_s``: infinite where answers without a target bear anything."""
         self._gap_s = gap_s
-        self._chunking = Chunking(chunk_tokens)
+        self._large, self._usual = Chunking(chunk_tokens), Chunking(min(chunk_tokens, USUAL))
         self.cost = StepCost()
 
     def room(self, decoding: Iterable[Sequence], now: float) -> Room:
@@ -29,12 +29,14 @@ class Pacing:
         contexts = [len(s.tokens) for s in decoding]
         return self.cost.seconds(Work(len(contexts), sum(contexts)))
 
-    def chunks(self, room: Room, now: float) -> ChunkRoom:
-        """For ``Batcher.plan`` at once."""
+    def chunks(self, room: Room, now: float, *, joining: bool = False) -> ChunkRoom:
+        """For ``Batcher.plan`` at once. ``joining``: an answer whose first id is told may come amid the step, and wait then."""
 
         def tokens(rows: list[StepRow], sequence: Sequence) -> int:
             prompt = Prompt(sequence.computed, len(sequence.tokens), sequence.due - now)
-            return self._chunking.tokens(self.cost, work_of(rows), room, prompt)
+            scored = sequence.scores is not None  # its chunks have a row of logits for each token
+            chunking = self._usual if joining or scored else self._large
+            return chunking.tokens(self.cost, work_of(rows), room, prompt)
 
         return tokens
 

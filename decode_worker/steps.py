@@ -138,7 +138,7 @@ class StepLoop:
         room = self._pacing.room(decoding, now)
         if not room.free:
             self.turns.tell(room, self._pacing.alone_s(decoding))
-        return self.batcher.plan(self._pacing.chunks(room, now))
+        return self.batcher.plan(self._pacing.chunks(room, now, joining=self.batcher.expecting))
 
     async def _compute(self, step: Step) -> None:
         try:

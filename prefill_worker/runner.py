@@ -213,7 +213,7 @@ class Runner:
                 return
             now, done = time.monotonic(), self._planner.done(work.key)
             work.slice_s = self._slices.slice_s(self.turns.beside(), done, len(work.tokens), work.due - now)
-            tokens = self._slices.chunk_tokens(work.slice_s, done)
+            tokens = self._slices.chunk_tokens(work.slice_s, done, scored=work.scores is not None)
             chunk = self._planner.chunk(work.key, until, tokens, one_pass=work.one_pass)
             waited_s = self.turns.waited_s + work.load_seconds
             self.watch.began(now)

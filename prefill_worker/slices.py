@@ -10,14 +10,14 @@ from __future__ import annotations
 from math import inf
 
 from moonpool.core.permit import Beside
-from moonpool.scheduler.chunk_size import StepCost, Work
+from moonpool.scheduler.chunk_size import USUAL, StepCost, Work, unhurried
 
 LAYERS_A_SLICE = 2  # at least, of a chunk
 
 
 class Slices:
     def __init__(self, layers: int, chunk_tokens: int) -> None:
-        """``chunk_tokens``: of a chunk where nothing limits it."""
+        """``chunk_tokens``: of a chunk at most."""
         self._layers, self._chunk_tokens = layers, chunk_tokens
         self._cost = StepCost()
 
@@ -33,8 +33,9 @@ class Slices:
         alone_s = self._cost.prompt_seconds(done, total, self._chunk_tokens)
         return room.most_s if alone_s <= due_s < beside.takes_s(alone_s) else room.steady_s
 
-    def chunk_tokens(self, slice_s: float, done: int) -> int | None:
-        """Of a chunk from token ``done`` on; None: as many as there may be at all."""
+    def chunk_tokens(self, slice_s: float, done: int, *, scored: bool = False) -> int:
+        """Of a chunk from token ``done`` on. ``scored``: each of its tokens has a row of logits, so it is no larger one."""
         if slice_s == inf:
-            return None
+            most = min(self._chunk_tokens, USUAL) if scored else self._chunk_tokens
+            return unhurried(self._cost, Work(), done, most)
         return self._cost.tokens_within(slice_s * self._layers / LAYERS_A_SLICE, Work(), done)

@@ -22,6 +22,8 @@ GROWTH = 2
 GAIN = 0.1  # of one step in what they take lately, as a power;
 MOST_OFF = 2.0  # and a single one counts as at most so many times slower or faster
 ENOUGH = 1 << 20  # tokens, where nothing limits them
+USUAL = 512  # tokens of a chunk, at most, whose time is not asked for where no answer waits
+UNHURRIED_S = 0.5  # of a larger one: whoever comes, or is cancelled, meanwhile waits for its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,16 @@ class StepCost:
         return min(tokens, max(FIRST_TRY, GROWTH * self._largest))
 
 
+def unhurried(cost: StepCost, beside: Work, start: int, most: int) -> int:
+    """Tokens of a prompt, from ``start`` on, in a step beside ``beside`` that no answer waits for: larger chunks take less per
+    token (weights and earlier keys are read once for all of them), so as many as are over within ``UNHURRIED_S``, and ``USUAL``
+    in any case; ``most`` at most.
+    """
+    if most <= USUAL:
+        return most
+    return min(most, max(USUAL - beside.tokens, cost.tokens_within(UNHURRIED_S, beside, start)))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Of ``total`` tokens, ``done`` of them computed; its first id is wanted within ``due_s`` from now (infinite: any time)."""
@@ -99,7 +111,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """``most``: tokens of a chunk where nobody waits."""
+    """``most``: tokens of a chunk, whoever waits."""
 
     most: int
 
@@ -110,7 +122,7 @@ class Chunking:
         they can bear.
         """
         if room.free:
-            return self.most
+            return unhurried(cost, beside, prompt.done, self.most)
         limit_s = room.most_s if self._hurries(cost, beside, room, prompt) else room.steady_s
         return min(cost.tokens_within(limit_s, beside, prompt.done), self.most)
 

@@ -22,13 +22,12 @@ from moonpool.bench.chaos.members import MEMBERS
 from moonpool.bench.chaos.oracle import Wanted, answered
 from moonpool.bench.chaos.runlog import RunLog
 from moonpool.bench.chaos.schedule import Planned, least, plan
-from moonpool.bench.chaos.striking import Striking
+from moonpool.bench.chaos.striking import PATIENCE_S, STARTS, Striking
 from moonpool.bench.chaos.tally import End, Tally, figures
 from moonpool.bench.local_cluster import terminable
 from moonpool.bench.tiny_model import TINY_CONTEXT, TINY_IDS, make_tiny_model
 
 WARM_S = 4.0
-BACK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,9 @@ class _Run:
             await asyncio.to_thread(house.begin)
             asked = await asyncio.to_thread(answered, self._wanted(), house.config, self._model)
             await house.ready()
-            _say(f"ready after {time.monotonic() - began:.1f} s; {len(asked)} conversations, {len(self._plan)} strikes planned")
-            seconds = await self._under_load(asked)
+            took = time.monotonic() - began
+            _say(f"ready after {took:.1f} s; {len(asked)} conversations, {len(self._plan)} strikes planned")
+            seconds = await self._under_load(asked, max(PATIENCE_S, STARTS * took))
         finally:
             self._tally.leaks += await asyncio.to_thread(house.end)
         self._tally.leaks += checks.strays(house) + checks.region_files(house, owners=False)
@@ -143,12 +143,12 @@ class _Run:
             return Wanted(count, (0, TINY_IDS), self._options.seed, Sizes(context=TINY_CONTEXT))
         return Wanted(count // 4, (1000, 40_000), self._options.seed, Sizes(answer=(8, 32)))
 
-    async def _under_load(self, asked: Sequence[Conversation]) -> float:
+    async def _under_load(self, asked: Sequence[Conversation], patience_s: float) -> float:
         house, log = self._house, self._log
         await self._warm(asked)
         before = await house.numbers()
         load = Load(asked, house.urls, log, self._options.seed)
-        striking, further = Striking(house, load, log, self._tally.least), Further(house.urls)
+        striking, further = Striking(house, load, log, self._tally.least, patience_s), Further(house.urls)
         log.begin()
         load.begin()
         beside = [asyncio.create_task(further.watch()), asyncio.create_task(self._progress(load, striking))]
@@ -165,14 +165,14 @@ class _Run:
             await asyncio.gather(*beside, return_exceptions=True)
             await load.abandon()
             self._tally.ended, self._tally.struck, self._tally.resumed = load.ended, striking.struck, further.seen
-        if missing := await self._back():
+        if missing := await self._back(patience_s):
             self._tally.leaks += [f"{name}: not live and ready again" for name in missing]
         self._tally.leaks += await checks.idle(house)
         self._tally.leaks += checks.grown(before, await house.numbers()) + checks.region_files(house, owners=True)
         return seconds
 
-    async def _back(self) -> list[str]:
-        until = time.monotonic() + BACK_S
+    async def _back(self, patience_s: float) -> list[str]:
+        until = time.monotonic() + patience_s
         while True:
             missing = await self._house.unready(MEMBERS)
             if not missing or time.monotonic() > until:

@@ -1,7 +1,7 @@
 """Carries out a schedule: strikes when it may, ends what holds, and watches until everybody is back.
 
 One side at a time: while members of one node id are struck, those of the other serve. A strike on the other side, and one on a
-process that is still coming back, waits; one that could not happen within ``PATIENCE_S`` is left out and logged. The registry
+process that is still coming back, waits; one that could not happen within ``patience_s`` is left out and logged. The registry
 is struck alone. On a machine so slow that kinds have not struck often enough when the time is over, a run takes longer, twice
 its time at most.
 """
@@ -23,14 +23,15 @@ from moonpool.bench.chaos.runlog import RunLog
 from moonpool.bench.chaos.schedule import Planned, may_strike, side_of
 from moonpool.bench.chaos.tally import Struck
 
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0  # at least; where processes take long to start,
+STARTS = 3.0  # so many times what the whole cluster took
 LOOK_S = 0.2
 CLOSEST_S = 1.0  # between two strikes that are both late
 
 
 class Striking:
-    def __init__(self, house: House, load: Load, log: RunLog, least: int) -> None:
-        self._least = least
+    def __init__(self, house: House, load: Load, log: RunLog, least: int, patience_s: float = PATIENCE_S) -> None:
+        self._least, self._patience_s = least, patience_s
         self._house, self._load, self._log = house, load, log
         self._open: dict[int, tuple[Struck, Fault]] = {}
         self._changed = asyncio.Event()
@@ -49,7 +50,7 @@ class Striking:
                     continue
                 await self._strike(planned)
                 await asyncio.sleep(CLOSEST_S)
-            await self._until(lambda: not self._open, max(until_s - self._log.now(), 0.0) + PATIENCE_S)
+            await self._until(lambda: not self._open, max(until_s - self._log.now(), 0.0) + self._patience_s)
         finally:
             for task in (watching, *self._holds):
                 task.cancel()
@@ -66,7 +67,7 @@ class Striking:
         return sum(struck.kind == planned.kind.name for struck in self.struck) >= self._least
 
     async def _strike(self, planned: Planned) -> None:
-        if not await self._until(lambda: may_strike(planned, [struck for struck, _ in self._open.values()]), PATIENCE_S):
+        if not await self._until(lambda: may_strike(planned, [struck for struck, _ in self._open.values()]), self._patience_s):
             self._log.write(
                 "left out", number=planned.number, kind=planned.kind.name, why=f"others were open: {self.open_names}"
             )

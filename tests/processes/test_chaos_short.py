@@ -11,9 +11,9 @@ import pytest
 
 from moonpool.bench.chaos.kinds import SHORT
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(460)]
 
-MINUTES, LIMIT_S = 0.3, 270
+MINUTES, LIMIT_S = 0.3, 450
 COMMAND = (sys.executable, "-m", "moonpool.cli.main", "chaos", "--minutes", str(MINUTES), "--seed", "7", "--json")
 
 

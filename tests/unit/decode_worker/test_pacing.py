@@ -16,8 +16,9 @@ from moonpool.decode_worker.batcher import GRAIN, Batcher, Limits
 from moonpool.decode_worker.pacing import Pacing, work_of
 from moonpool.decode_worker.sequence import Phase, Sequence
 from moonpool.engine.pages import PagePool
+from moonpool.engine.prompt_scores import PromptScores
 from moonpool.loadgen.record import slowest_tenth
-from moonpool.scheduler.chunk_size import Work
+from moonpool.scheduler.chunk_size import UNHURRIED_S, Work
 
 BLOCK = 64
 CHUNK = 512
@@ -34,9 +35,9 @@ def sequence(name: str, tokens: int, *, tbt_ms: float | None = None, ttft_ms: fl
 class Clocked:
     """A worker on a virtual clock; ``gap_s``: of answers without a target."""
 
-    def __init__(self, *, gap_s: float = inf, paced: bool = True) -> None:
-        self.batcher = Batcher(PagePool(1_000), Limits(BLOCK, 32, CHUNK, 0.0, 100, reuse=False))
-        self.pacing = Pacing(gap_s=gap_s, chunk_tokens=CHUNK)
+    def __init__(self, *, gap_s: float = inf, paced: bool = True, chunk: int = CHUNK) -> None:
+        self.batcher = Batcher(PagePool(1_000), Limits(BLOCK, 32, chunk, 0.0, 100, reuse=False))
+        self.pacing = Pacing(gap_s=gap_s, chunk_tokens=chunk)
         self.paced = paced
         self.now = 0.0
         self.random = Random(1)
@@ -54,7 +55,8 @@ class Clocked:
 
     def step(self) -> bool:
         room = self.pacing.room(self.batcher.decoding(), self.now)
-        step = self.batcher.plan(self.pacing.chunks(room, self.now) if self.paced else None)
+        joining = self.batcher.expecting
+        step = self.batcher.plan(self.pacing.chunks(room, self.now, joining=joining) if self.paced else None)
         if step is None:
             return False
         self.chunks += [row.end - row.start for row in step.rows if row.end - row.start > 1]
@@ -121,6 +123,31 @@ def test_answers_without_a_target_wait_as_long_as_is_configured() -> None:
 def test_nobody_waits_so_the_prompt_has_whole_chunks() -> None:
     worker = Clocked(gap_s=0.05)
     worker.until_first(worker.add(sequence("long", 2_048)))
+    assert worker.chunks == [CHUNK] * 4
+
+
+def test_a_prompt_by_itself_has_large_chunks_but_for_an_answer_that_may_join_or_rows_of_logits() -> None:
+    worker = Clocked(chunk=2_048)
+    for i in range(6):
+        worker.until_first(worker.add(sequence(f"learnt{i}", 1_536)))
+    worker.chunks.clear()
+    worker.until_first(worker.add(sequence("long", 2_048)))
+    whole, rest = worker.chunks
+    assert whole + rest == 2_048
+    assert worker.seconds(Work().with_chunk(0, whole)) == pytest.approx(UNHURRIED_S, rel=0.2)
+
+    worker.chunks.clear()
+    scored = sequence("scored", 2_048)
+    scored.scores = PromptScores(2_048, 0)
+    worker.until_first(worker.add(scored))
+    assert worker.chunks == [CHUNK] * 4
+
+    worker.chunks.clear()
+    arriving = sequence("arriving", 64)
+    arriving.remote = True
+    worker.batcher.add(arriving)
+    worker.batcher.admit()
+    worker.until_first(worker.add(sequence("beside", 2_048)))
     assert worker.chunks == [CHUNK] * 4
 
 

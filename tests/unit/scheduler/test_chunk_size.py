@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.core.gaps import Room
-from moonpool.scheduler.chunk_size import FIRST_TRY, Chunking, Prompt, StepCost, Work
+from moonpool.scheduler.chunk_size import FIRST_TRY, GROWTH, UNHURRIED_S, USUAL, Chunking, Prompt, StepCost, Work
 
 TRUE = (8e-3, 2e-4, 1e-6, 5e-4, 1.5e-7)
 SCALES = st.floats(0.05, 50.0)
@@ -117,6 +117,28 @@ CHUNKING = Chunking(512)
 
 def test_without_answers_a_prompt_has_the_whole_chunk() -> None:
     assert CHUNKING.tokens(StepCost(), Work(), Room(), Prompt(0, 4_000)) == 512
+
+
+def test_a_large_chunk_that_no_answer_waits_for_is_over_within_half_a_second() -> None:
+    cost, large = learned(), Chunking(8_192)
+    for start in (0, 4_096, 60_000):
+        n = large.tokens(cost, Work(), Room(), Prompt(start, 100_000))
+        assert USUAL <= n <= 8_192
+        assert n == USUAL or cost.seconds(Work().with_chunk(start, start + n)) <= UNHURRIED_S
+        assert n < 8_192 and cost.seconds(Work().with_chunk(start, start + 2 * n)) > UNHURRIED_S
+    beside = Work().with_chunk(0, 300)
+    assert large.tokens(cost, beside, Room(), Prompt(60_000, 100_000)) == USUAL - 300, "chunks of one step are one"
+
+
+def test_nothing_was_measured_so_chunks_that_nobody_waits_for_begin_with_the_usual_one_and_grow() -> None:
+    cost, done, chunks = StepCost(), 0, list[int]()
+    while done < 8_000:
+        n = min(Chunking(4_096).tokens(cost, Work(), Room(), Prompt(done, 8_000)), 8_000 - done)
+        cost.add(Work().with_chunk(done, done + n), 1e-3 + 2e-5 * n)
+        chunks.append(n)
+        done += n
+    assert chunks[0] == USUAL and max(chunks) > 2 * USUAL
+    assert all(n <= GROWTH * max(chunks[:i]) for i, n in enumerate(chunks) if i), "no leap beyond what was measured"
 
 
 def test_a_prompt_takes_its_answers_steady_pace_unless_it_would_be_late_for_that() -> None:
