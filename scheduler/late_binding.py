@@ -14,7 +14,7 @@ from moonpool.scheduler.board import Board, Bools, Usable
 from moonpool.scheduler.choice import Option, predict
 from moonpool.scheduler.decisions import Decision
 from moonpool.scheduler.fair_queue import FairQueue
-from moonpool.scheduler.policy import OVERTAKEN, Asked, Choice, Policy, Waiting
+from moonpool.scheduler.policy import OVERTAKEN, Asked, Choice, Policy, Waiting, bound_from
 
 MAX_PASSED = 16  # who are better off waiting for a busy worker, before a free one is left without work for now
 FULL_RETRY_S = 1.0
@@ -46,10 +46,10 @@ class LateBinding:
         if not len(self.queue):
             return
         board = self._desk.board()
-        looked_at = self._bound_at + self._policy.lookahead_s  # whoever was free by then was not wanted
-        rows = (board.split | board.both) & (board.busy_until > looked_at)
+        since = bound_from(self._policy, board)
+        rows = (board.split | board.both) & (since > self._bound_at)  # whoever was free before that was not wanted
         if rows.any():
-            yield float(board.busy_until[rows].min()) - self._policy.lookahead_s
+            yield float(since[rows].min())
         if (due := self.queue.next_due(self._bound_at)) is not None:
             yield due
         if self._settled_at > self._bound_at:
@@ -102,7 +102,7 @@ class LateBinding:
             return self._desk.refuse(self._desk.record(waiting), asked)
         asked.waited_s, asked.others = now - waiting.arrived, before
         if pressing := self.queue.is_pressing(waiting, now):
-            asked.usable = _only(asked.usable, asked.board.busy_until <= now + self._policy.lookahead_s)
+            asked.usable = _only(asked.usable, bound_from(self._policy, asked.board) <= now)
         choice = self._policy.choose(asked) if asked.usable.prefills.any() else None
         if choice is None or (choice.hold and not pressing) or not self._free(asked, choice.lead):
             self._settle(asked, choice)
@@ -127,14 +127,14 @@ class LateBinding:
         self._leave(waiting, self._desk.refuse(self._desk.record(waiting), self._too_many()))
 
     def _free(self, asked: Asked, row: int) -> bool:
-        return bool(asked.board.busy_until[row] <= asked.now + self._policy.lookahead_s)
+        return bool(bound_from(self._policy, asked.board)[row] <= asked.now)
 
     def _anybody_free(self, now: float) -> bool:
         """Or no pair of workers is left, and those who wait are to hear it."""
         board = self._desk.board()
         if board.everybody is None:
             return True
-        return bool(((board.split | board.both) & (board.busy_until <= now + self._policy.lookahead_s)).any())
+        return bool(((board.split | board.both) & (bound_from(self._policy, board) <= now)).any())
 
 
 def _waiting(asked: Asked, choice: Choice, order: int) -> Waiting:

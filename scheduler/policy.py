@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from moonpool.core.ids import NodeId
 from moonpool.core.placement import PlaceRequest
 from moonpool.scheduler.actions import Action
-from moonpool.scheduler.board import Board, Bools, Usable
+from moonpool.scheduler.board import Board, Bools, Floats, Usable
 from moonpool.scheduler.costs import DecodeScores, Held, PrefillScores, Prompt, Soon, score_decode, score_prefill
 from moonpool.scheduler.links import Links
 from moonpool.scheduler.prefix_index import PrefixIndex
@@ -152,6 +154,12 @@ def pressed(delayed: Sequence[tuple[Waiting, float]]) -> float:
     return max((ttft_s / one.target_s for one, ttft_s in delayed if one.target_s), default=0.0)
 
 
+def bound_from(policy: Policy, board: Board) -> Floats:
+    """When each worker may be given a request that waits: a little before it is free."""
+    both = max(policy.lookahead_s, policy.lookahead_both_s)
+    return np.asarray(board.busy_until - np.where(board.both, both, policy.lookahead_s))
+
+
 class Policy(Protocol):
     @property
     def name(self) -> str: ...
@@ -163,6 +171,10 @@ class Policy(Protocol):
     @property
     def lookahead_s(self) -> float:
         """How long before that a waiting request is bound, so that the worker never stands idle."""
+
+    @property
+    def lookahead_both_s(self) -> float:
+        """The same (the larger counts) of a worker of role ``both``, which computes several prompts in one step."""
 
     @property
     def wait_cap_s(self) -> float:

@@ -9,6 +9,7 @@ from moonpool.scheduler.policy import Asked, Choice, Waiting
 class Early:
     late = False
     lookahead_s = 0.0
+    lookahead_both_s = 0.0
     wait_cap_s = float("inf")
 
     def key(self, waiting: Waiting) -> float:

@@ -37,6 +37,7 @@ class Moonpool:
     size_weight: float = 1.0  # 0: first come, first served
     wait_cap_s: float = 60.0
     lookahead_s: float = 0.0
+    lookahead_both_s: float = 0.0  # of workers of role both: two prompts that come together are computed in one step
     patience: float = 0.02  # how much sooner, relatively, a busy worker must be than a free one
     move: float = 1.0  # 0: what is fetched is a copy
     colocate: float = 0.0  # prompt tokens, at most, that a decode worker computes itself where that is sooner; 0: none
@@ -89,7 +90,7 @@ class Moonpool:
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
         board = asked.board
-        busy = asked.local.wait > self.lookahead_s
+        busy = asked.local.wait > np.where(board.both, max(self.lookahead_s, self.lookahead_both_s), self.lookahead_s)
         felt = np.where(asked.prefills, ttft * (1.0 + self.patience * busy), np.inf)
         soonest = felt.min(initial=np.inf)
         if soonest == np.inf:

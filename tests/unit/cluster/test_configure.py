@@ -207,10 +207,11 @@ def test_a_policy_that_does_not_exist_or_has_no_such_number_is_refused_by_name(k
 
 
 def test_a_live_conductor_binds_a_little_before_a_worker_is_free_unless_told_otherwise() -> None:
-    assert policy_of(SchedulerConfig()) == Moonpool(lookahead_s=0.03)
+    assert policy_of(SchedulerConfig()) == Moonpool(lookahead_s=0.03, lookahead_both_s=0.2)
     colocating = policy_of(SchedulerConfig(colocate=True), EngineConfig(prefill_chunk=256, gap_ms=50))
-    assert colocating == Moonpool(lookahead_s=0.03, colocate=1024.0, chunk=256.0, gap_s=0.05, paced=1.0)
-    assert policy_of(SchedulerConfig(policy_settings={"lookahead_s": 0.0, "age": 0.2})) == Moonpool(lookahead_s=0.0, age=0.2)
+    assert colocating == Moonpool(lookahead_s=0.03, lookahead_both_s=0.2, colocate=1024.0, chunk=256.0, gap_s=0.05, paced=1.0)
+    own = SchedulerConfig(policy_settings={"lookahead_s": 0.0, "age": 0.2})
+    assert policy_of(own) == Moonpool(lookahead_both_s=0.2, age=0.2)
 
 
 def test_over_etcd_gateways_and_conductors_may_be_elsewhere_but_not_otherwise() -> None:

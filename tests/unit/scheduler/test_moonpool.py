@@ -449,3 +449,20 @@ def test_nobody_is_held_back_where_room_is_not_asked_for() -> None:
     cluster = crowded(room=0.0)
     wanted = PlaceRequest("r", 1, (), 100, 32, Targets(10_000.0, 50.0))
     assert isinstance(cluster.conductor.place(wanted, cluster.now), Placement)
+
+
+@pytest.mark.parametrize(("role", "before_s"), [(Role.BOTH, 0.2), (Role.PREFILL, 0.05)])
+def test_a_worker_is_given_who_waits_a_little_before_it_is_free_and_more_so_where_it_computes_prompts_together(
+    role: Role, before_s: float
+) -> None:
+    cluster = Cluster(Conductor(policy=make_policy("moonpool", {"lookahead_s": 0.05, "lookahead_both_s": 0.2})))
+    for name in ("a", "z"):
+        cluster.join(f"store-{name}", Role.STORE, name)
+    cluster.join("worker", role, "a")
+    cluster.join("decode-0", Role.DECODE, "z")
+    cluster.teach("worker", "decode-0")
+    cluster.report("worker", [LiveAttempt("other", 1, 1_000, 1_000, prompt_left=1_000)])
+    free_at = float(cluster.conductor._view.board.busy_until[cluster.conductor._view.board.row[MemberId("worker")]])
+    assert isinstance(ask(cluster, "r0", 100), Later)
+    assert wait_and_bind(cluster) == [("r0", "worker")]
+    assert free_at - cluster.now == pytest.approx(before_s, abs=1e-6)
