@@ -81,11 +81,16 @@ class PushTarget:
             if isinstance(error, DeadlinePassed):
                 error = PeerSilent(f"{self.name} did not answer within {timeout:g} s", peer=self.name)
             raise error from e
+        except grpc.aio.UsageError:  # the channel was closed before
+            raise self._no_target() from None
         except asyncio.CancelledError:
             if being_cancelled():
                 raise
             # The channel was closed under the call, by whoever needs this target no more: nobody cancelled our caller.
-            raise PeerSilent(f"{self.name} is no longer a target", peer=self.name) from None
+            raise self._no_target() from None
+
+    def _no_target(self) -> PeerSilent:
+        return PeerSilent(f"{self.name} is no longer a target", peer=self.name)
 
     async def grant(self, request: pb.store.GrantRequest) -> Landing:
         request.writer, request.writer_incarnation = self._writer.id, self._writer.incarnation

@@ -171,24 +171,19 @@ class TcpReceiver:
         connection = Connection(accepted, self._target, self._hello_s, self._admit, self._leave, self._key)
         with self._lock:
             full = self._closing.is_set() or len(self._connections) >= MAX_CONNECTIONS
+            # Begun under the lock: whoever finds it among the connections may wait for its end.
+            taken = not full and _begun(connection)
             crowded = len(self._strangers) >= MAX_STRANGERS
-            self._counted["refused"] += full + crowded
+            self._counted["refused"] += (not taken) + crowded
             if crowded:
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
                 oldest.shut()
-            if not full:
+            if taken:
                 self._connections.add(connection)
                 self._strangers[connection] = None
-        if full:
+        if not taken:
             accepted.close()
-            return
-        try:
-            connection.start()
-        except RuntimeError as e:  # no more threads
-            log.warning("tcp_accept", error=str(e))
-            accepted.close()
-            self._leave(connection, "refused")
 
     # Below: on a connection's thread.
 
@@ -209,6 +204,15 @@ class TcpReceiver:
             self._strangers.pop(connection, None)
             if why:
                 self._counted[why] += 1
+
+
+def _begun(connection: Connection) -> bool:
+    try:
+        connection.start()
+    except RuntimeError as e:  # no more threads
+        log.warning("tcp_accept", error=str(e))
+        return False
+    return True
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -21,3 +21,10 @@ async def test_a_call_whose_channel_is_closed_fails_and_its_caller_does_not_coun
         await target.retire()
         with pytest.raises(PeerSilent):
             await asking
+
+
+async def test_a_call_after_its_channel_was_closed_fails_alike() -> None:
+    target = PushTarget("store-b", "127.0.0.1:1", member("prefill-0", Role.PREFILL, "a"), LAYOUT, (), lambda carrier: None)  # type: ignore[arg-type,return-value]
+    await target.close()
+    with pytest.raises(PeerSilent, match="no longer a target"):
+        await target.state(1, 0.0)

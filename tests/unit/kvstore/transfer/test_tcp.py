@@ -212,6 +212,26 @@ def half_a_push(scene: Scene, address: tcp_wire.Address | None = None) -> socket
     return raw
 
 
+async def test_the_next_life_may_begin_at_any_moment_of_a_connection(scene: Scene) -> None:
+    over = threading.Event()
+
+    def strangers() -> None:
+        while not over.is_set():
+            with suppress(OSError):
+                scene.dial().close()
+
+    crowd = [threading.Thread(target=strangers) for _ in range(2)]
+    for one in crowd:
+        one.start()
+    try:
+        for _ in range(300):
+            await scene.receiver.remake()
+    finally:
+        over.set()
+        for one in crowd:
+            one.join()
+
+
 @pytest.mark.parametrize("how", ["cut", "remake"])
 async def test_nothing_lands_of_a_sender_that_stopped_half_way_once_it_was_cut_off(scene: Scene, how: str) -> None:
     raw = await asyncio.to_thread(half_a_push, scene)
