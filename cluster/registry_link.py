@@ -202,6 +202,8 @@ class _Session:
                     if message.HasField("welcome"):
                         self._tell(_set_result, self._welcome)
                     elif message.HasField("fenced"):
+                        if not message.replaced:  # it was welcome, and its life is over before that was heard
+                            self._tell(_set_result, self._welcome)
                         self._tell(self._on_fenced, message.fenced, message.replaced)
                         return True
             except grpc.RpcError as e:

@@ -194,6 +194,8 @@ class Registration:
 
     def _fence(self, why: str, replaced: bool) -> None:
         self._member, self._joined, self._written = None, False, None
+        if self._welcome and not self._welcome.done() and not replaced:
+            self._welcome.set_result(None)  # it was written, and is over before that was heard: nothing is left to wait for
         self._on_fenced(why, replaced)
 
     def _refuse(self, error: LayoutMismatch) -> None:

@@ -119,7 +119,8 @@ async def test_a_busy_event_loop_does_not_lose_the_lease(etcd: EtcdServer) -> No
 
 
 async def test_a_frozen_process_falls_silent_and_wakes_as_a_newer_life(etcd: EtcdServer, tmp_path: Path) -> None:
-    config = with_absolute_paths(Config(timing=TIMING, cluster=ClusterConfig(state_dir=str(tmp_path / "state"))), tmp_path)
+    timing = TIMING.model_copy(update={"registry_return_ms": 2_000})  # half of it is what a call may take, on a busy machine
+    config = with_absolute_paths(Config(timing=timing, cluster=ClusterConfig(state_dir=str(tmp_path / "state"))), tmp_path)
     (tmp_path / "state" / "logs").mkdir(parents=True)
     spec = tmp_path / "spec.json"
     name = MemberId("conductor-0")

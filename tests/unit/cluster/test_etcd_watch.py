@@ -107,10 +107,11 @@ async def test_a_silent_life_does_not_register_again_even_before_its_watch_tells
         silent = Put(address.life(NAME), encode(MemberChange(member(), Liveness.SILENT, "it froze")))
         await client.put_if({}, [silent])
         registration = Registration(address, 1, lambda why, replaced: fences.put_nowait((why, replaced)))
-        registration.begin(member())
+        welcome = registration.begin(member())
         keep = asyncio.create_task(registration.keep(client))
         why, replaced = await asyncio.wait_for(fences.get(), 5.0)
         assert not replaced and "it froze" in why
+        assert welcome.done(), "it was written in its time: whoever joined it waits no longer, and begins the next one"
         item = await client.get(address.life(NAME))
         assert item is not None and item.value == silent.value
         keep.cancel()

@@ -110,6 +110,15 @@ async def test_missed_heartbeats_make_silent_and_only_a_report_makes_gone() -> N
             call.cancel()
 
 
+async def test_who_joins_for_a_life_that_is_over_hears_so_and_waits_no_longer() -> None:
+    async with cluster(1) as (registry, (one,)):
+        life, now = member("prefill-0"), registry._clock()
+        registry.roster.join(life, now)
+        registry.roster.broken(life.id, life.incarnation, now)
+        await asyncio.wait_for(one.peers.join(life), 5.0)
+        assert await asyncio.wait_for(one.fenced, 5.0) is False
+
+
 async def test_a_broken_session_is_silent_at_once() -> None:
     async with cluster(1) as (registry, (watcher,)):
         channel = grpc.aio.insecure_channel(registry.address)
