@@ -154,10 +154,14 @@ def pressed(delayed: Sequence[tuple[Waiting, float]]) -> float:
     return max((ttft_s / one.target_s for one, ttft_s in delayed if one.target_s), default=0.0)
 
 
+def lookahead(policy: Policy, board: Board) -> Floats:
+    """How long before each worker is free it may be given a request that waits."""
+    return np.where(board.both, max(policy.lookahead_s, policy.lookahead_both_s), policy.lookahead_s)
+
+
 def bound_from(policy: Policy, board: Board) -> Floats:
-    """When each worker may be given a request that waits: a little before it is free."""
-    both = max(policy.lookahead_s, policy.lookahead_both_s)
-    return np.asarray(board.busy_until - np.where(board.both, both, policy.lookahead_s))
+    """When that is."""
+    return np.asarray(board.busy_until - lookahead(policy, board))
 
 
 class Policy(Protocol):

@@ -22,7 +22,7 @@ from moonpool.scheduler.colocate import Limits, colocated
 from moonpool.scheduler.costs import TIE_S, least, work_seconds
 from moonpool.scheduler.fetching import fetching
 from moonpool.scheduler.grouping import Grouping, grouped
-from moonpool.scheduler.policy import Asked, Choice, Waiting
+from moonpool.scheduler.policy import Asked, Choice, Waiting, lookahead
 
 PRESSED = 0.8  # of its target: a step that would already take longer now
 SOURCES = 2  # holders compared for one request; they take turns
@@ -90,7 +90,7 @@ class Moonpool:
     def _soonest(self, asked: Asked, ttft: Floats) -> int | None:
         """Among equals: the longest match of its own, then the least booked, then the one chosen longest ago."""
         board = asked.board
-        busy = asked.local.wait > np.where(board.both, max(self.lookahead_s, self.lookahead_both_s), self.lookahead_s)
+        busy = asked.local.wait > lookahead(self, board)
         felt = np.where(asked.prefills, ttft * (1.0 + self.patience * busy), np.inf)
         soonest = felt.min(initial=np.inf)
         if soonest == np.inf:
