@@ -35,7 +35,7 @@ class Slices:
 
     def chunk_tokens(self, slice_s: float, done: int, *, scored: bool = False) -> int:
         """Of a chunk from token ``done`` on. ``scored``: each of its tokens has a row of logits, so it is no larger one."""
+        most = min(self._chunk_tokens, USUAL) if scored else self._chunk_tokens
         if slice_s == inf:
-            most = min(self._chunk_tokens, USUAL) if scored else self._chunk_tokens
             return unhurried(self._cost, Work(), done, most)
-        return self._cost.tokens_within(slice_s * self._layers / LAYERS_A_SLICE, Work(), done)
+        return min(most, self._cost.tokens_within(slice_s * self._layers / LAYERS_A_SLICE, Work(), done))

@@ -95,8 +95,6 @@ def unhurried(cost: StepCost, beside: Work, start: int, most: int) -> int:
     token (weights and earlier keys are read once for all of them), so as many as are over within ``UNHURRIED_S``, and ``USUAL``
     in any case; ``most`` at most.
     """
-    if most <= USUAL:
-        return most
     return min(most, max(USUAL - beside.tokens, cost.tokens_within(UNHURRIED_S, beside, start)))
 
 

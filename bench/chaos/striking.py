@@ -30,7 +30,7 @@ CLOSEST_S = 1.0  # between two strikes that are both late
 
 
 class Striking:
-    def __init__(self, house: House, load: Load, log: RunLog, least: int, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, house: House, load: Load, log: RunLog, least: int, patience_s: float) -> None:
         self._least, self._patience_s = least, patience_s
         self._house, self._load, self._log = house, load, log
         self._open: dict[int, tuple[Struck, Fault]] = {}

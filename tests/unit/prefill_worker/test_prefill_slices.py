@@ -34,6 +34,7 @@ def test_where_no_answer_waits_a_chunk_is_as_large_as_half_a_second_allows(slice
 
 def test_a_chunk_with_a_row_of_logits_for_each_token_is_no_large_one(slices: Slices) -> None:
     assert slices.chunk_tokens(inf, 0, scored=True) == USUAL
+    assert slices.chunk_tokens(0.1, 0) > USUAL == slices.chunk_tokens(0.1, 0, scored=True)
     assert Slices(LAYERS, 64).chunk_tokens(inf, 0, scored=True) == 64
 
 
